@@ -167,7 +167,8 @@ def _load_file(path: Path) -> Trace:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"cannot read trace {path}: {error}; expected an {FORMAT} .npz, whole") from None
     if str(raw.get("format", "")) != FORMAT:
-        raise UserError(f"{path}: format is {str(raw.get('format'))!r}, expected {FORMAT!r}; see epmoe-placement convert")
+        found = str(raw.get("format"))
+        raise UserError(f"{path}: format is {found!r}, expected {FORMAT!r}; use epmoe-placement convert")
     required = {"model", "num_experts", "moe_layers", "expert_ids", "seq_lens"}
     if missing := sorted(required - raw.keys()):
         raise UserError(f"{path} lacks {missing}; an {FORMAT} file has {sorted(required)}")
@@ -190,21 +191,23 @@ def _validate(trace: Trace) -> None:
     ids, source = trace.expert_ids_TLK, trace.source
     want = (trace.shape.num_layers, trace.shape.top_k)
     if ids.ndim != 3 or ids.shape[1:] != want:
-        raise UserError(f"{source}: expert_ids has shape {ids.shape}, expected [tokens, {want[0]} layers, {want[1]} choices]")
+        raise UserError(f"{source}: expert_ids has shape {ids.shape}, expected [tokens, layers, choices] = [*, {want}]")
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{source}: expert_ids is {ids.dtype}, expected integers")
-    if ids.size and not (0 <= ids.min() and ids.max() < trace.shape.num_experts):
+    if ids.size and not (ids.min() >= 0 and ids.max() < trace.shape.num_experts):
         bad = np.argwhere((ids < 0) | (ids >= trace.shape.num_experts))[0]
         value = ids[tuple(bad)]
         raise UserError(
             f"{source}: token {bad[0]}, layer {bad[1]} chose expert {value}, not in 0..{trace.shape.num_experts - 1}"
         )
     if (repeat := first_repeat(ids)) is not None:
-        raise UserError(f"{source}: token {repeat[0]}, layer {repeat[1]} chose one expert twice: {ids[repeat].tolist()}")
+        token, layer = repeat
+        raise UserError(f"{source}: token {token}, layer {layer} chose one expert twice: {ids[repeat].tolist()}")
     if trace.seq_lens.ndim != 1 or (trace.seq_lens.size and trace.seq_lens.min() < 1):
         raise UserError(f"{source}: seq_lens must be a list of lengths of at least 1")
     if int(trace.seq_lens.sum()) != len(ids):
-        raise UserError(f"{source}: seq_lens sum to {int(trace.seq_lens.sum())}, expert_ids has {len(ids)} tokens; file cut?")
+        total = int(trace.seq_lens.sum())
+        raise UserError(f"{source}: seq_lens sum to {total}, expert_ids has {len(ids)} tokens; is the file whole?")
     if trace.token_ids_T is not None and trace.token_ids_T.shape != (len(ids),):
         raise UserError(f"{source}: token_ids has shape {trace.token_ids_T.shape}, expected [{len(ids)}]")
     if trace.expert_weights_TLK is not None and trace.expert_weights_TLK.shape != ids.shape:
