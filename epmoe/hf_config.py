@@ -1,0 +1,122 @@
+"""config.json of a Hugging Face checkpoint as one flat dict of settings, with transformers v5's names.
+
+Both v4 and v5 files are read.  A setting that changes the maths and is not implemented is refused by name; settings
+that change nothing are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from epmoe.families import FAMILIES, Family
+from placement.errors import UserError
+
+# config.json: older name -> the name used here
+ALIASES = {
+    "torch_dtype": "dtype",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "moe_num_experts": "num_experts",
+    "moe_topk": "num_experts_per_tok",
+    "moe_k": "num_experts_per_tok",
+}
+
+# Settings that change the maths: key -> the values that leave it as implemented (a family may implement more).
+ANOTHER = "serve another checkpoint, or add the rule to epmoe/families.py and the model"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish", None), ANOTHER),
+    "quantization_config": ((None,), "serve the unquantised checkpoint"),
+    "attention_bias": ((False, None), ANOTHER),
+    "mlp_bias": ((False, None), ANOTHER),
+    "clip_qkv": ((None,), ANOTHER),
+    "partial_rotary_factor": ((1, None), ANOTHER),
+    "use_sliding_window": ((False, None), "set it to false if the contexts served are shorter than the window"),
+    "attention_chunk_size": ((None,), ANOTHER),
+    "attn_logit_softcapping": ((None,), ANOTHER),
+    "final_logit_softcapping": ((None,), ANOTHER),
+    "query_pre_attn_scalar": ((None,), ANOTHER),
+    "attention_multiplier": ((None,), ANOTHER),
+    "embedding_multiplier": ((1, None), ANOTHER),
+    "residual_multiplier": ((1, None), ANOTHER),
+    "logits_scaling": ((1, None), ANOTHER),
+    "logit_scale": ((1, None), ANOTHER),
+    "scoring_func": (("softmax", None), ANOTHER),
+    "routed_scaling_factor": ((1, None), ANOTHER),
+    "n_group": ((1, None), ANOTHER),
+    "is_encoder_decoder": ((False, None), ANOTHER),
+}
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Settings of ``config.json``, with the end tokens of ``generation_config.json`` where it states them."""
+    raw = _read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    return normalise(raw if eos is None else {**raw, "eos_token_id": eos}, str(folder / "config.json"))
+
+
+def normalise(raw: Mapping[str, Any], source: str = "config.json") -> dict[str, Any]:
+    """Settings of a parsed config.json, checked against ``REFUSED``; ``source`` names the file in errors."""
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{source}: model_type is {kind!r}, implemented are {sorted(FAMILIES)}; serve a checkpoint of one of these"
+        )
+    settings = _settings(raw, FAMILIES[kind], source)
+    _refuse(settings, FAMILIES[kind], source)
+    return settings
+
+
+def _settings(raw: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """config.json with the names used here, the rotary block unpacked and the family's defaults filled in."""
+    found: dict[str, Any] = {}
+    for key, value in raw.items():
+        key = ALIASES.get(key, key)
+        if value is not None and found.setdefault(key, value) != value:
+            raise UserError(f"{source}: {key} is given twice, as {found[key]!r} and {value!r}; keep one")
+    rope = found.pop("rope_parameters", None) or found.pop("rope_scaling", None) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"{source}: rope_parameters is {rope!r}; one rotary rule for all layers is implemented")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(
+            f"{source}: rope type is {kind!r}, only 'default' is implemented; remove it to serve contexts"
+            " up to the original length"
+        )
+    rotary = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    return {**family.defaults, **found, **rotary}
+
+
+def _refuse(settings: Mapping[str, Any], family: Family, source: str) -> None:
+    """Raise for the first setting that changes the maths and is not implemented for this family."""
+    own = family.implements | {family.qkv_bias_key, family.o_bias_key}
+    for key, (neutral, remedy) in REFUSED.items():
+        value = settings.get(key)
+        if key not in own and value not in neutral:
+            raise UserError(f"{source}: {key} is {value!r}, implemented is {neutral[0]!r}; {remedy}")
+    window = settings.get("sliding_window")
+    if settings.get("use_sliding_window", True) and window and window < settings.get("max_position_embeddings", 0):
+        raise UserError(
+            f"{source}: sliding_window is {window}, implemented is attention over the whole context;"
+            f" lower max_position_embeddings to {window} to serve contexts inside the window"
+        )
+    kinds = set(settings.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise UserError(
+            f"{source}: layer_types has {sorted(kinds)}, implemented is ['full_attention']; serve another checkpoint"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a Hugging Face checkpoint") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds {type(raw).__name__}, expected an object; download it again")
+    return raw
