@@ -92,7 +92,7 @@ class Family:
 
 def qwen_router(settings: Settings) -> RouterRule:
     """Softmax over all experts in float32, the best K, renormalised on request, rounded to the logits' dtype."""
-    return RouterRule(norm_p=1.0 if settings["norm_topk_prob"] else None, weight_dtype="logits")
+    return RouterRule(renormalize=settings["norm_topk_prob"], weight_dtype="logits")
 
 
 COMMON = {"rope_theta": 10000.0, "tie_word_embeddings": False, "num_key_value_heads": None, "head_dim": None}
@@ -109,7 +109,7 @@ MIXTRAL_NAMES = Names(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "mixtral": Family(
-            router=lambda settings: RouterRule(norm_p=1.0),
+            router=lambda settings: RouterRule(renormalize=True),
             defaults={**COMMON, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
             expert_size_key="intermediate_size",
             names=MIXTRAL_NAMES,
