@@ -1,0 +1,175 @@
+"""Loads one rank's weights: every tensor of the checkpoint is claimed exactly once, only this rank's bytes are read.
+
+All ranks account for the whole checkpoint from its headers, so all fail alike; then each reads its own experts and the
+shared parts straight into their final place (``epmoe.layout``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from epmoe.config import ModelConfig
+from epmoe.families import FAMILIES
+from epmoe.layout import Piece, empty_weights
+from epmoe.model.weights import ModelWeights
+from epmoe.shards import DTYPES, Entry, Headers, read_headers, read_rows
+from placement.errors import UserError
+
+LISTED = 4  # findings named per kind of problem
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank read.  ``bytes_read`` counts headers and data; ``bytes_total`` is the size of the checkpoint."""
+
+    bytes_read: int
+    bytes_total: int
+    tensors: int
+    experts: int
+    files: int
+    seconds: float
+
+
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    local_experts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[ModelWeights, LoadReport]:
+    """Read the weights of one rank.
+
+    Args:
+        folder: a Hugging Face checkpoint: ``model.safetensors``, or shards with their index.
+        config: its config.
+        local_experts: ``[MoE layer][local slot]`` -> expert.
+        dtype: of all weights but the correction biases, which stay float32.
+        progress: called with (bytes read, bytes to read).
+
+    Raises:
+        UserError: one line with all that is wrong with the checkpoint (see ``account``), or the expert whose weights
+            are all zero.
+    """
+    began = time.perf_counter()
+    headers = account(Path(folder), config)
+    weights, pieces = empty_weights(config, local_experts, dtype, device)
+    pieces.sort(key=lambda piece: (headers.entries[piece.name].file, headers.entries[piece.name].start, piece.row))
+    read = _read_all(pieces, headers, progress)
+    _refuse_zeros(weights, config, local_experts)
+    return weights, LoadReport(
+        bytes_read=headers.bytes_read + read,
+        bytes_total=headers.bytes_total,
+        tensors=len({piece.name for piece in pieces}),
+        experts=sum(len(held) for held in local_experts),
+        files=len({headers.entries[piece.name].file for piece in pieces}),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def account(folder: Path, config: ModelConfig) -> Headers:
+    """Match a checkpoint's headers with what the config asks for; UserError listing all that does not fit."""
+    headers = read_headers(folder)
+    everything = [range(config.num_experts)] * len(config.moe_layers)
+    _, pieces = empty_weights(config, everything, torch.float32, "meta")
+    expected = {piece.name: piece.shape for piece in pieces}
+    found, ignored = headers.entries, _ignored_names(config)
+    problems = dict(headers.problems)
+    if "unreadable files" not in problems:
+        problems["missing"] = [name for name in expected if name not in found]
+    problems["unknown"] = [name for name in found if name not in expected and not ignored.fullmatch(name)]
+    problems |= _unfit({name: found[name] for name in expected if name in found}, expected)
+    listed = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if listed:
+        raise UserError(
+            f"{folder} does not hold the {config.family} model of its config.json; {'; '.join(listed)};"
+            " download it again, or correct config.json"
+        )
+    return headers
+
+
+def _unfit(found: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Tensors of another shape, of a type that is not implemented, or of the rarer of two half-precision types."""
+    misshapen = [
+        f"{name} ({list(entry.shape)}, config.json asks for {list(expected[name])})"
+        for name, entry in found.items()
+        if entry.shape != expected[name]
+    ]
+    strange = [f"{name} ({entry.dtype})" for name, entry in found.items() if entry.dtype not in DTYPES]
+    halves = {kind: [n for n, entry in found.items() if entry.dtype == kind] for kind in ("BF16", "F16")}
+    rarer, other = sorted(halves, key=lambda kind: len(halves[kind]))
+    mixed = [f"{name} ({rarer} among {other})" for name in halves[rarer]]
+    return {"misshapen": misshapen, f"of a type other than {', '.join(DTYPES)}": strange, "of mixed types": mixed}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _ignored_names(config: ModelConfig) -> re.Pattern[str]:
+    names = FAMILIES[config.family].names
+    tied = (re.escape(names.head),) if config.tie_word_embeddings else ()
+    return re.compile("|".join((*names.ignored, *tied)))
+
+
+def _read_all(pieces: Sequence[Piece], headers: Headers, progress: Callable[[int, int], None] | None) -> int:
+    """Read pieces in file order; returns the bytes."""
+    entries = headers.entries
+    sizes = [piece.rows * piece.shape[-1] * DTYPES[entries[piece.name].dtype].itemsize for piece in pieces]
+    done, total, path, file = 0, sum(sizes), None, -1
+    try:
+        for piece, size in zip(pieces, sizes):
+            entry = entries[piece.name]
+            if entry.file != path:
+                if file >= 0:
+                    os.close(file)
+                path, file = entry.file, os.open(entry.file, os.O_RDONLY)
+            _read_piece(file, entry, piece)
+            done += size
+            if progress:
+                progress(done, total)
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot read {path}: {error}; it changed or the disk fails: download it again") from None
+    finally:
+        if file >= 0:
+            os.close(file)
+    return done
+
+
+def _read_piece(file: int, entry: Entry, piece: Piece) -> None:
+    """Straight into place where the bytes need no change, through one staging matrix elsewhere."""
+    stored = DTYPES[entry.dtype]
+    first = piece.into[0][1]
+    if first.device.type == "cpu" and first.dtype == stored and not piece.transposed:
+        for offset, view in piece.into:
+            for part in view if view.dim() == 3 else (view,):
+                read_rows(file, entry, piece.row + offset, part)
+                offset += len(part)
+        return
+    matrix = torch.empty(piece.rows, piece.shape[-1], dtype=stored)
+    read_rows(file, entry, piece.row, matrix)
+    matrix = matrix.T if piece.transposed else matrix
+    for offset, view in piece.into:
+        rows = view.numel() // view.shape[-1]
+        view.copy_(matrix[offset : offset + rows].reshape(view.shape))
+
+
+def _refuse_zeros(weights: ModelWeights, config: ModelConfig, local_experts: Sequence[Sequence[int]]) -> None:
+    """An expert of zeros was never written (or never read): its tokens would silently lose a term."""
+    for layer, held in zip(config.moe_layers, local_experts):
+        experts = weights.layers[layer].mlp.experts
+        for slot, expert in enumerate(held):
+            for name, matrix in (("gate and up", experts.gate_up[slot]), ("down", experts.down[slot])):
+                if not matrix[0].any() and not matrix.any():
+                    raise UserError(
+                        f"layer {layer}, expert {expert}: its {name} weights are all zero; an expert must have been"
+                        " trained and saved: download the checkpoint again"
+                    )
