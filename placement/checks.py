@@ -87,7 +87,7 @@ def _repeated_paths(trace: Trace) -> list[Finding]:
         Finding(
             "warning",
             kind,
-            f"{trace.source}: tokens {start} to {stop - 1} repeat one path ({tokens} tokens in {len(long_runs)} such runs);"
+            f"{trace.source}: tokens {start} to {stop - 1} repeat one path ({tokens} in {len(long_runs)} such runs);"
             f" they look like {kind} and distort the loads, drop them before solving",
         )
     ]

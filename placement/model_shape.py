@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -30,11 +29,14 @@ def shape_like(path: str | Path) -> MoEShape:
         raise UserError(f"{path} is not JSON ({error}); give a config.json, a trace or a plan") from None
     if isinstance(raw, dict) and raw.get("format") == PLAN_FORMAT:
         return Plan.from_json(text, str(path)).shape
-    return shape_from_config(raw, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+    return shape_from_config(raw, str(path))
 
 
-def shape_from_config(raw: object, source: str, sha256: str = "") -> MoEShape:
-    """From a Hugging Face ``config.json`` as a dict; multimodal configs are read from their ``text_config``."""
+def shape_from_config(raw: object, source: str) -> MoEShape:
+    """From a Hugging Face ``config.json`` as a dict; multimodal configs are read from their ``text_config``.
+
+    The hash stays empty: only the shape is compared later.
+    """
     if not isinstance(raw, dict):
         raise UserError(f"{source} is {type(raw).__name__}, expected a model's config.json")
     text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
@@ -43,7 +45,7 @@ def shape_from_config(raw: object, source: str, sha256: str = "") -> MoEShape:
     if experts is None or layers is None or (top_k is None and text.get("model_type") != "llama4_text"):
         raise UserError(f"{source} describes no mixture-of-experts model (no expert count, choices or layers found)")
     name = raw.get("_name_or_path") or Path(source).resolve().parent.name
-    return MoEShape(moe_layers(text, int(layers), source), int(experts), int(top_k or 1), str(name), sha256)
+    return MoEShape(moe_layers(text, int(layers), source), int(experts), int(top_k or 1), str(name))
 
 
 def moe_layers(config: dict, layers: int, source: str) -> tuple[int, ...]:

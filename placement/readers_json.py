@@ -207,7 +207,7 @@ def _add_batch(by_layer: dict[int, dict[int, list]], record: dict, line: int, so
 def _stack_layers(by_layer: dict[int, dict[int, list]], layers: tuple[int, ...], where: str) -> np.ndarray:
     """int64 ``[T, L, K]`` with tokens in order; ``UserError`` where layers disagree about the tokens."""
     if tuple(sorted(by_layer)) != layers:
-        raise UserError(f"{where} has layers {sorted(by_layer)[:6]}, the first has {list(layers)[:6]}; record every layer")
+        raise UserError(f"{where} has layers {sorted(by_layer)[:6]}, the first {list(layers)[:6]}; record them all")
     tokens = sorted(by_layer[layers[0]])
     for layer in layers[1:]:
         if sorted(by_layer[layer]) != tokens:

@@ -35,7 +35,7 @@ def read_sglang(path: Path, options: ReadOptions) -> Trace | Profile:
     dumps = [_open(file) for file in files]
     if "logical_count" in dumps[0]:
         if len(dumps) > 1:
-            raise UserError(f"{path} holds {len(dumps)} stat files; each is summed over ranks already: give one of them")
+            raise UserError(f"{path} holds {len(dumps)} stat files; each sums all ranks already: give one of them")
         return _read_stat(dumps[0], options, str(files[0]))
     if any("records" not in dump for dump in dumps):
         raise UserError(f"{path} mixes stat and per-token files; give a folder with one kind")
@@ -45,7 +45,8 @@ def read_sglang(path: Path, options: ReadOptions) -> Trace | Profile:
 
 def _open(file: Path) -> dict:
     raw = load_pt(file)
-    known = isinstance(raw, dict) and ("logical_count" in raw or {"records", "last_physical_to_logical_map"} <= raw.keys())
+    tokens = {"records", "last_physical_to_logical_map"}
+    known = isinstance(raw, dict) and ("logical_count" in raw or tokens <= raw.keys())
     if not known:
         keys = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
         raise UserError(f"{file} is not an SGLang recorder file (found {keys}); expected logical_count or records")
@@ -110,7 +111,7 @@ def _read_passes(records: list[dict], slot_expert_LP: np.ndarray, options: ReadO
     for number, record in enumerate(records):
         count_LP = np.asarray(record.get("global_physical_count", ()))
         if count_LP.shape != total_LP.shape:
-            raise UserError(f"{source}: record {number} counts {count_LP.shape}, its map has {total_LP.shape} [layers, slots]")
+            raise UserError(f"{source}: record {number} counts {count_LP.shape}, the map has {total_LP.shape} slots")
         total_LP += count_LP
     load_LE = np.zeros((len(total_LP), int(slot_expert_LP.max()) + 1), np.int64)
     np.add.at(load_LE, (np.arange(len(total_LP))[:, None], slot_expert_LP), total_LP)
