@@ -1,0 +1,99 @@
+"""The only place that touches torch.distributed.
+
+Two groups: ``data`` carries token rows (NCCL on GPUs, gloo on CPU), ``control`` the per-step agreement between hosts
+(always gloo).  ``Comm.at`` names where in a step this rank is; the watchdog and every error message read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Position:
+    """Where a rank is: step, MoE layer (-1 outside the layers) and stage. Written by one thread, read by any."""
+
+    step: int = 0
+    layer: int = -1
+    stage: str = "start"
+
+    def __str__(self) -> str:
+        layer = f", layer {self.layer}" if self.layer >= 0 else ""
+        return f"step {self.step}{layer}, {self.stage}"
+
+
+@dataclass
+class Comm:
+    """One rank's process groups. With ``world == 1`` nothing is initialised and every exchange is local."""
+
+    rank: int
+    world: int
+    device: torch.device
+    data: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    at: Position = field(default_factory=Position)
+
+    def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Pending:
+        """Start an exchange of rows: ``send[w]`` rows of ``rows`` go to rank w, ``receive[w]`` come from it, in rank
+        order. Any dtype (bytes on the wire); zero rows are legal."""
+        if self.world == 1:
+            return Pending(rows, None)
+        wire = rows.contiguous().view(torch.uint8) if rows.element_size() > 0 else rows
+        out = wire.new_empty((sum(receive), *wire.shape[1:]))
+        work = dist.all_to_all_single(out, wire, receive, send, group=self.data, async_op=True)
+        return Pending(out.view(rows.dtype), work, wire)
+
+    def all_gather_headers(self, header: np.ndarray) -> np.ndarray:
+        """Every rank's int64 header, ``[W, fields]``, over the control group."""
+        if self.world == 1:
+            return header[None]
+        out = torch.empty((self.world, len(header)), dtype=torch.int64)
+        dist.all_gather_into_tensor(out, torch.from_numpy(header)[None], group=self.control)
+        return out.numpy()
+
+    def broadcast_bytes(self, payload: bytes | None, size: int) -> bytes:
+        """Rank 0's bytes, known to be ``size`` long, on every rank."""
+        if self.world == 1:
+            return payload
+        data = torch.empty(size, dtype=torch.uint8)
+        if self.rank == 0:
+            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(data, group_src=0, group=self.control)
+        return data.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A running exchange; it keeps its send buffer alive until it is waited for."""
+
+    rows: torch.Tensor
+    work: dist.Work | None
+    sent: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+def open_comm(rank: int, world: int, device: torch.device, init_method: str, timeout_s: float) -> Comm:
+    """Join the group at ``init_method`` (``file://...``, ``tcp://...`` or ``env://``)."""
+    if world == 1:
+        return Comm(rank, world, device)
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method, timeout=timeout, world_size=world, rank=rank)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Comm(rank, world, device, dist.group.WORLD, control)
+
+
+def close_comm(comm: Comm) -> None:
+    if comm.world > 1:
+        with contextlib.suppress(RuntimeError):  # a peer that left first is no error at the end
+            dist.destroy_process_group()

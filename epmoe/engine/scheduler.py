@@ -1,0 +1,195 @@
+"""Which requests of this rank run in a step, and how many tokens of each.
+
+First come, first served under a token budget: running requests in order of arrival (a request's prompt is cut into
+chunks that leave room for every decode), then waiting ones.  When blocks run out the youngest request is preempted
+and later recomputed; the oldest always advances, so nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from epmoe.config import EngineConfig
+from epmoe.engine.kv_cache import BlockPool
+from epmoe.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start .. start + count`` of a request run in a step; ``samples``: its next token is then drawn."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    position: int  # of the token to be drawn, if it samples
+
+
+class Scheduler:
+    """The queues of one rank. ``running`` and ``waiting`` are in order of arrival (request id)."""
+
+    def __init__(self, engine: EngineConfig, pool: BlockPool, eos_token_ids: tuple[int, ...]) -> None:
+        self.engine, self.pool, self.eos = engine, pool, frozenset(eos_token_ids)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._rows = list(range(engine.max_requests - 1, -1, -1))
+
+    # -- intake -------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        assert 0 < len(request.prompt) < self.engine.max_model_len, f"prompt of {len(request.prompt)} tokens"
+        self.waiting.append(request)
+
+    def abort(self, request_id: int) -> Request | None:
+        """Drop a request, running or not; its blocks are free at once. ``None`` if it is not here (any more)."""
+        for queue in (self.running, self.waiting):
+            for request in queue:
+                if request.id == request_id:
+                    self._finish(request, "abort")
+                    return request
+        return None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def queued_tokens(self) -> int:
+        """Tokens this rank has still to run: prompts not computed, and outputs at their longest."""
+        requests = [*self.running, *self.waiting]
+        return sum(len(r.prompt) + r.params.max_tokens - r.computed for r in requests)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Chunk]:
+        """Choose the step's chunks, allocate their blocks and count their tokens as computed."""
+        budget = self.engine.max_batch_tokens
+        chunks: list[Chunk] = []
+        decodes = sum(self._want(r) == 1 for r in self.running)
+        preempted = False
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            want = self._want(request)
+            decodes -= want == 1
+            count = min(want, budget - decodes)
+            if count > 0:
+                if self._make_room(request, count):
+                    preempted = True
+                    if request.row < 0:  # it was the youngest itself
+                        break
+                    decodes = sum(self._want(r) == 1 for r in self.running[index + 1 :])
+                chunks.append(self._take(request, count))
+                budget -= count
+            index += 1
+        if not preempted:
+            self._admit(chunks, budget)
+        return chunks
+
+    def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[tuple[Request, int]]:
+        """Take the drawn tokens (one per sampling chunk, in order); returns those that count, with their request.
+
+        A request that ended after the step was launched gets nothing: its extra token is dropped.
+        """
+        kept = []
+        drawn = iter(tokens)
+        for chunk in chunks:
+            request = chunk.request
+            if not chunk.samples:
+                if request.finish_reason is None:
+                    self.pool.publish(request)
+                continue
+            token = next(drawn)
+            request.pending -= 1
+            if request.finish_reason is not None:
+                continue
+            request.output.append(token)
+            kept.append((request, token))
+            if request.blocks:
+                self.pool.publish(request)
+            if reason := self._stops(request, token):
+                self._finish(request, reason)
+        return kept
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _want(self, request: Request) -> int:
+        """Tokens the request could run now; 0 once its last token is on its way."""
+        return 0 if self._full(request) else request.total - request.computed
+
+    def _full(self, request: Request) -> bool:
+        drawn = len(request.output) + request.pending
+        return drawn >= request.params.max_tokens or request.total >= self.engine.max_model_len
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Free blocks for ``count`` more tokens by preempting from the young end; says whether anyone was."""
+        need = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+        preempted = False
+        while need > self.pool.num_free and request.row >= 0:
+            self._preempt(self.running[-1])
+            preempted = True
+        return preempted
+
+    def _preempt(self, victim: Request) -> None:
+        self._leave(victim)
+        victim.computed = 0
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+
+    def _take(self, request: Request, count: int) -> Chunk:
+        need = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+        request.blocks += self.pool.allocate(max(need, 0))
+        start = request.computed
+        request.computed += count
+        samples = request.computed == request.total
+        chunk = Chunk(request, start, count, samples, request.total)
+        request.pending += samples
+        return chunk
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.engine.max_requests:
+            request = self.waiting[0]
+            if request.pending:  # preempted with a token still on the device: its id is known next step
+                break
+            prefix = self.pool.hold_prefix(request)
+            if self.pool.blocks_for(request.total) - len(prefix) > self.pool.num_free:
+                self.pool.release(prefix)
+                break
+            self.waiting.popleft()
+            request.blocks = prefix
+            request.computed = len(prefix) * self.pool.block_size
+            request.row = self._rows.pop()
+            self._insert(request)
+            count = min(request.total - request.computed, budget)
+            chunks.append(self._take(request, count))
+            budget -= count
+
+    def _insert(self, request: Request) -> None:
+        at = len(self.running)
+        while at and self.running[at - 1].id > request.id:
+            at -= 1
+        self.running.insert(at, request)
+
+    def _stops(self, request: Request, token: int) -> str | None:
+        params = request.params
+        if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
+            return "stop"
+        if len(request.output) >= params.max_tokens or request.known >= self.engine.max_model_len:
+            return "length"
+        return None
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of ``running``: blocks and device row are given back."""
+        self.running.remove(request)
+        self.pool.release(request.blocks)
+        request.blocks = []
+        self._rows.append(request.row)
+        request.row = -1

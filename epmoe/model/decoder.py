@@ -1,0 +1,92 @@
+"""The model on one rank: embedding, layers, final norm and head.
+
+Every rank calls :meth:`Decoder.forward` in every step that any rank has work for, also with zero tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from epmoe.config import ModelConfig
+from epmoe.model.attention import attend
+from epmoe.model.weights import LayerWeights, ModelWeights, MoEWeights
+from epmoe.moe.exchange import AllToAll
+from epmoe.moe.layer import MoELayer, gated_mlp
+from epmoe.ops.attention import AttentionBatch
+from epmoe.ops.linear import linear
+from epmoe.ops.norm import add_rms_norm, rms_norm
+from epmoe.ops.rotary import rotary_table
+from placement.plan import Plan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step on this rank (T may be 0).
+
+    Args:
+        token_T: int64 token ids.
+        attention: positions, cache slots, and lengths of the sequences they belong to.
+        sample_rows: int64, the rows whose next token is wanted.
+    """
+
+    token_T: torch.Tensor
+    attention: AttentionBatch
+    sample_rows: torch.Tensor
+
+
+class RoutingObserver(Protocol):
+    """Sees every router decision of real tokens; must not block (see ``epmoe.trace``)."""
+
+    def __call__(self, moe_layer: int, expert_TK: torch.Tensor) -> None: ...
+
+
+class Decoder:
+    """Weights, rotary table and exchange of one rank; no state changes between steps but the caller's KV cache."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, plan: Plan, exchange: AllToAll, tiled: bool) -> None:
+        self.config, self.weights, self.exchange, self.tiled = config, weights, exchange, tiled
+        device = weights.embed.device
+        positions = config.max_position_embeddings
+        self.rotary = rotary_table(positions, config.rotary_dim, config.rope_theta, weights.embed.dtype).to(device)
+        serve_LE = torch.from_numpy(plan.serve_slot_LE(exchange.comm.rank)).to(device)
+        self.moe: dict[int, MoELayer] = {}
+        for row, index in enumerate(config.moe_layers):
+            mlp = weights.layers[index].mlp
+            assert isinstance(mlp, MoEWeights), f"layer {index} is listed in moe_layers {config.moe_layers}"
+            self.moe[index] = MoELayer(mlp, config.router, config.top_k, serve_LE[row], exchange, tiled)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: torch.Tensor, observe: RoutingObserver | None = None) -> torch.Tensor:
+        """Logits ``[len(sample_rows), V]`` in the model dtype.
+
+        Args:
+            cache: ``[layers, 2, blocks, block_size, KVH, d]``, this step's keys and values are written to it.
+            observe: called with each MoE layer's number (0, 1, ...) and choices ``[T, K]``.
+        """
+        config, at = self.config, self.exchange.comm.at
+        cos_sin = self.rotary[batch.attention.position_T]
+        x = functional.embedding(batch.token_T, self.weights.embed)
+        residual = torch.zeros_like(x)
+        for index, layer in enumerate(self.weights.layers):
+            at.layer, at.stage = index, "attention"
+            x, residual = add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
+            x = attend(x, layer.attention, cache[index], batch.attention, cos_sin, (config, self.tiled))
+            x, residual = add_rms_norm(x, residual, layer.post_norm, config.rms_norm_eps)
+            x = self._mlp(index, layer, x, observe)
+        at.layer, at.stage = -1, "head"
+        x = (x + residual)[batch.sample_rows]
+        return linear(rms_norm(x, self.weights.final_norm, config.rms_norm_eps), self.weights.head, tiled=self.tiled)
+
+    def _mlp(self, index: int, layer: LayerWeights, x: torch.Tensor, observe: RoutingObserver | None) -> torch.Tensor:
+        moe = self.moe.get(index)
+        if moe is None:
+            return gated_mlp(x, layer.mlp, self.tiled)
+        self.exchange.comm.at.stage = "router"
+        routing = moe.route(x)
+        if observe is not None:
+            observe(self.config.moe_layers.index(index), routing.expert_TK)
+        return moe.forward(x, routing)

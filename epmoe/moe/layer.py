@@ -1,0 +1,83 @@
+"""One MoE layer: route | dispatch | experts | combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from epmoe.model.weights import DenseMLP, MoEWeights
+from epmoe.moe.exchange import AllToAll, Received
+from epmoe.ops.experts import ExpertOptions, expert_mlp
+from epmoe.ops.linear import linear
+from epmoe.ops.router import RouterRule, route
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The router's choice: weights float32 ``[T, K]``, logical experts and global slots int32 ``[T, K]``."""
+
+    weight_TK: torch.Tensor
+    expert_TK: torch.Tensor
+    slot_TK: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """What a MoE layer is besides its input.
+
+    Args:
+        weights: router, this rank's experts, shared experts.
+        rule: how scores become choices and weights.
+        serve_slot_E: int32 ``[E]``, the global slot that serves each expert for tokens of this home rank.
+        exchange: the way to the other ranks.
+        tiled: row-invariant arithmetic (deterministic mode).
+    """
+
+    weights: MoEWeights
+    rule: RouterRule
+    top_k: int
+    serve_slot_E: torch.Tensor
+    exchange: AllToAll
+    tiled: bool
+
+    def route(self, x_TD: torch.Tensor) -> Routing:
+        weights = self.weights
+        if self.rule.float32_logits:
+            logits_TE = linear(x_TD.float(), weights.router.float(), weights.router_bias, tiled=self.tiled)
+        else:
+            logits_TE = linear(x_TD, weights.router, weights.router_bias, tiled=self.tiled)
+        weight_TK, expert_TK = route(logits_TE, self.rule, self.top_k, weights.correction_bias)
+        return Routing(weight_TK, expert_TK, self.serve_slot_E[expert_TK.long()])
+
+    def experts(self, received: Received) -> torch.Tensor:
+        """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order."""
+        options = ExpertOptions(deterministic=self.tiled)
+        return expert_mlp(received.rows_RD, received.index, self.weights.experts, options)
+
+    def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:
+        """Output of the shared experts, which every rank computes for its own tokens; ``None`` without any."""
+        weights = self.weights
+        if weights.shared is None:
+            return None
+        out_TD = gated_mlp(x_TD, weights.shared, self.tiled)
+        if weights.shared_gate is not None:
+            out_TD = torch.sigmoid(linear(x_TD, weights.shared_gate, tiled=self.tiled)) * out_TD
+        return out_TD
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, lane: int = 0) -> torch.Tensor:
+        """The layer's output ``[T, D]`` for one lane, communication in line with computation."""
+        exchange = self.exchange
+        sending = exchange.dispatch_begin(x_TD, routing.slot_TK, routing.weight_TK, lane)
+        shared_TD = self.shared(x_TD)
+        received, way_back = exchange.dispatch_end(sending, self.weights.experts.down.shape[0])
+        exchange.comm.at.stage = "experts"
+        returning = exchange.combine_begin(self.experts(received), way_back)
+        return exchange.combine_end(returning, shared_TD)
+
+
+def gated_mlp(x_TD: torch.Tensor, weights: DenseMLP, tiled: bool) -> torch.Tensor:
+    """``down(silu(gate(x)) * up(x))``: a dense layer or the shared experts."""
+    gate_TF, up_TF = linear(x_TD, weights.gate_up, tiled=tiled).chunk(2, -1)
+    return linear(functional.silu(gate_TF) * up_TF, weights.down, tiled=tiled)

@@ -1,0 +1,126 @@
+"""From logits to a token, with noise that depends on who asks and never on where in the batch it sits.
+
+Sampling is Gumbel-max: ``argmax(log p + g)`` draws from p when g is Gumbel noise.  The noise of a draw is a hash of
+(request seed, sample index, position) and the token id, so that batching, preemption and placement never change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One draw: the request's parameters as plain numbers, and what its noise is keyed by.
+
+    ``prompt`` and ``output`` are the token ids that penalties count (empty where none apply).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    key: int = 0
+
+
+def noise_key(seed: int, sample_index: int, position: int) -> int:
+    """64-bit key of a draw (SplitMix64 over the three numbers)."""
+    key = 0
+    for word in (seed, sample_index, position):
+        key = (key + word + 0x9E3779B97F4A7C15) & _MASK64
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+        key ^= key >> 31
+    return key
+
+
+def sample(logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Draw one token per row: int64 ``[N]`` on the logits' device.
+
+    Args:
+        logits_NV: model dtype; computed in float32.
+        pending_N: int64, a token of the row's output that the host does not know yet, or -1 (for penalties).
+    """
+    if all(row.temperature == 0 and not _penalised(row) for row in rows):
+        return logits_NV.float().argmax(-1)
+    logits_NV = apply_penalties(logits_NV.float(), rows, pending_N)
+    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    token_N = logits_NV.argmax(-1)
+    if drawn:
+        asked = [rows[i] for i in drawn]
+        temperature = logits_NV.new_tensor([row.temperature for row in asked])
+        kept_NV = keep_likely(logits_NV[drawn] / temperature[:, None], asked)
+        token_N[drawn] = (kept_NV + gumbel_noise([row.key for row in asked], kept_NV)).argmax(-1)
+    return token_N
+
+
+def apply_penalties(
+    logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Repetition (Keskar et al. 2019), presence and frequency penalties, float32 ``[N, V]``."""
+    hit = [i for i, row in enumerate(rows) if _penalised(row)]
+    if not hit:
+        return logits_NV
+    logits_NV = logits_NV.clone()
+    V, device = logits_NV.shape[1], logits_NV.device
+    for i in hit:
+        row = rows[i]
+        used_V = torch.bincount(torch.tensor(row.output, dtype=torch.int64, device=device), minlength=V)
+        if pending_N is not None:
+            token = pending_N[i : i + 1]
+            used_V.index_add_(0, token.clamp(min=0), (token >= 0).long())
+        seen_V = used_V > 0
+        if row.prompt:
+            seen_V[torch.tensor(row.prompt, dtype=torch.int64, device=device)] = True
+        logits_V, penalty = logits_NV[i], row.repetition_penalty
+        logits_V = torch.where(seen_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
+        logits_NV[i] = logits_V - row.presence_penalty * (used_V > 0) - row.frequency_penalty * used_V
+    return logits_NV
+
+
+def keep_likely(logits_NV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Top-k, then top-p, then min-p, as minus infinity on what is cut; the likeliest token always stays."""
+    for i, row in enumerate(rows):
+        if row.top_k == 0 and row.top_p == 1 and row.min_p == 0:
+            continue
+        ordered_V, order_V = logits_NV[i].sort(descending=True, stable=True)
+        cut_V = torch.zeros_like(ordered_V, dtype=torch.bool)
+        if 0 < row.top_k < len(cut_V):
+            cut_V[row.top_k :] = True
+        prob_V = ordered_V.masked_fill(cut_V, -torch.inf).softmax(-1)
+        cut_V |= prob_V.cumsum(-1) - prob_V >= row.top_p
+        cut_V |= prob_V < row.min_p * prob_V[0]
+        cut_V[0] = False
+        logits_NV[i] = logits_NV[i].masked_fill(torch.zeros_like(cut_V).index_copy_(0, order_V, cut_V), -torch.inf)
+    return logits_NV
+
+
+def gumbel_noise(keys: Sequence[int], like_NV: torch.Tensor) -> torch.Tensor:
+    """float32 Gumbel noise ``[N, V]``: a 32-bit mix (after MurmurHash3's finaliser) of key and token id, two rounds."""
+    device, V = like_NV.device, like_NV.shape[1]
+    low = torch.tensor([key & 0xFFFFFFFF for key in keys], dtype=torch.int64, device=device)[:, None]
+    high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
+    word = torch.arange(V, dtype=torch.int64, device=device)[None]
+    word = _mix32(_mix32((word * 0x9E3779B1 + low) & 0xFFFFFFFF) ^ high)
+    uniform = (word.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _mix32(word: torch.Tensor) -> torch.Tensor:
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return word ^ (word >> 16)
+
+
+def _penalised(row: SampleRow) -> bool:
+    return (row.repetition_penalty, row.presence_penalty, row.frequency_penalty) != (1.0, 0.0, 0.0)
