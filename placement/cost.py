@@ -159,6 +159,12 @@ def rank_load_LW(load_LE: np.ndarray, plan: Plan, home_share_W: np.ndarray | Non
     return np.bincount(key_WLE.ravel(), weight_WLE.ravel(), L * plan.ranks).reshape(L, plan.ranks)
 
 
+def equal_split_LW(load_LE: np.ndarray, plan: Plan) -> np.ndarray:
+    """float64 ``[L, W]``: load per rank if the copies of an expert shared its tokens evenly (what EPLB assumes)."""
+    has_LEW = plan.copy_slot_LEW >= 0
+    return np.einsum("le,lew->lw", load_LE / plan.copies_LE, has_LEW)
+
+
 def compute_tail_from_load(load_LE: np.ndarray, plan: Plan, speed_W: np.ndarray | None = None) -> tuple[float, float]:
     """(mean over layers, worst layer) of the compute tail, from load per expert."""
     tail_L = compute_tail_L(rank_load_LW(load_LE, plan), speed_W)

@@ -39,6 +39,7 @@ OBJECTIVES = {
         Objective("locality", maximise=True),
         Objective("compute_tail"),
         Objective("compute_tail_worst_layer"),
+        Objective("compute_tail_equal"),
         Objective("fan_out"),
         Objective("dispatch_rows"),
         Objective("combine_rows"),
@@ -163,7 +164,12 @@ def make_problem(
 
 
 def figures(problem: Problem, plan: Plan) -> dict[str, float]:
-    """The figures of a plan on the training data, by ``cost.py``: all with a trace, else those of the profile."""
+    """The figures of a plan on the training data, by ``cost.py``: all with a trace, else those of the profile.
+
+    ``compute_tail_equal`` is the compute tail if the copies of an expert shared its tokens evenly.
+    """
+    load_LE, speed_W = problem.profile.load_LE, problem.topology.speed_W
+    equal = float(cost.compute_tail_L(cost.equal_split_LW(load_LE, plan), speed_W).mean())
     if problem.train is not None:
         costs = cost.evaluate(
             plan,
@@ -173,9 +179,9 @@ def figures(problem: Problem, plan: Plan) -> dict[str, float]:
             combine=problem.combine,
             calibration=problem.calibration,
         )
-        return costs.to_dict(arrays=False)
-    tail, worst = cost.compute_tail_from_load(problem.profile.load_LE, plan, problem.topology.speed_W)
-    found = {"compute_tail": tail, "compute_tail_worst_layer": worst}
+        return costs.to_dict(arrays=False) | {"compute_tail_equal": equal}
+    tail, worst = cost.compute_tail_from_load(load_LE, plan, speed_W)
+    found = {"compute_tail": tail, "compute_tail_worst_layer": worst, "compute_tail_equal": equal}
     if problem.profile.transitions_LEE is not None and (plan.copies_LE == 1).all():
         found["locality"] = cost.locality_from_profile(plan, problem.profile)
     return found
@@ -185,7 +191,8 @@ def objective_value(problem: Problem, plan: Plan) -> float:
     """The problem's objective of a plan, from ``cost.py``; ``UserError`` where it needs a trace and there is none."""
     needed = {name for name, _ in problem.objective.terms or ((problem.objective.name, 1.0),)}
     single = bool((plan.copies_LE == 1).all())
-    if single and needed <= {"locality", "compute_tail", "compute_tail_worst_layer"}:
+    by_counts = {"locality", "compute_tail", "compute_tail_worst_layer"} if single else set()
+    if needed <= by_counts | {"compute_tail_equal"}:
         problem = replace(problem, train=None)  # counts alone give the same figures, sooner
     found = figures(problem, plan)
     if missing := sorted(needed - found.keys()):
