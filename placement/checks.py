@@ -30,6 +30,8 @@ class Finding:
 
 def check_trace(trace: Trace, seed: int = 0) -> list[Finding]:
     """Everything wrong or suspicious about a trace, errors first."""
+    if trace.num_tokens and trace.shape.top_k == trace.shape.num_experts:
+        return []  # every token chooses every expert: nothing to tell apart
     found = [*_constant(trace), *_repeated_paths(trace), *_unused_layers(trace), *_not_aligned(trace, seed)]
     return sorted(found, key=lambda f: f.severity != "error")
 
@@ -59,7 +61,7 @@ def _constant(trace: Trace) -> list[Finding]:
                 " path through all layers; the capture did not run (a fused kernel may bypass its hook)",
             )
         ]
-    if len(ids_TLK) < MIN_TOKENS or trace.shape.top_k == trace.shape.num_experts:
+    if len(ids_TLK) < MIN_TOKENS:
         return []
     return [
         Finding(
