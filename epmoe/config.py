@@ -75,11 +75,11 @@ class ModelConfig:
 def model_config(settings: Mapping[str, Any], name: str, source: str = "config.json") -> ModelConfig:
     """The config of checked settings (``hf_config.normalise``); ``source`` names the file in errors."""
     try:
-        return _from_settings(settings, FAMILIES[settings["model_type"]], name)
+        family = FAMILIES[settings["model_type"]]
+        _check_sizes(settings, family)
+        return _from_settings(settings, family, name)
     except KeyError as error:
         raise UserError(f"{source} lacks {error.args[0]!r}, which {settings['model_type']} needs; add it") from None
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"{source}: a value has the wrong type ({error}); correct it") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 
@@ -119,25 +119,34 @@ def _from_settings(settings: Mapping[str, Any], family: Family, name: str) -> Mo
     }
     if len(values["moe_layers"]) < values["num_layers"]:
         values["intermediate_size"] = settings["intermediate_size"]
-    _check_sizes(values)
+    _check_values(values)
     return ModelConfig(**values, config_sha256=_sha256(values))
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "num_experts"):
-        if not isinstance(values[key], int) or values[key] < 1:
-            raise UserError(f"{key} is {values[key]!r}; it must be a whole number of at least 1")
+def _check_sizes(settings: Mapping[str, Any], family: Family) -> None:
+    counts = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    experts = ("num_experts", "num_experts_per_tok", family.expert_size_key, family.shared_size_key)
+    given = [key for key in ("num_key_value_heads", "head_dim") if settings[key] is not None]
+    for key in (*counts, *filter(None, experts), *given):
+        if type(settings[key]) is not int or settings[key] < 1:
+            raise UserError(f"{key} is {settings[key]!r}; it must be a whole number of at least 1")
+    for key in ("rms_norm_eps", "rope_theta"):
+        if type(settings[key]) not in (int, float) or settings[key] <= 0:
+            raise UserError(f"{key} is {settings[key]!r}; it must be a number above 0")
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
     if values["num_heads"] % values["num_kv_heads"]:
         raise UserError(
             f"num_key_value_heads {values['num_kv_heads']} does not divide num_attention_heads {values['num_heads']};"
-            " correct config.json"
+            " correct it"
         )
-    if not 1 <= values["top_k"] <= values["num_experts"]:
+    if values["top_k"] > values["num_experts"]:
         raise UserError(
-            f"num_experts_per_tok is {values['top_k']}, expected 1..num_experts = {values['num_experts']}; correct it"
+            f"num_experts_per_tok is {values['top_k']}, the model has {values['num_experts']} experts; correct it"
         )
     if not values["moe_layers"]:
-        raise UserError("no layer is a MoE layer; there is nothing to spread over ranks: serve a MoE checkpoint")
+        raise UserError("no layer is a MoE layer, so nothing can be spread over ranks; serve a MoE checkpoint")
     if values["rotary_dim"] % 2:
         raise UserError(f"head_dim {values['head_dim']} rotates {values['rotary_dim']} elements; it must be even")
     if values["dtype"] not in DTYPES:
@@ -235,6 +244,8 @@ class EngineConfig:
     @staticmethod
     def from_dict(raw: Mapping[str, Any], source: str = "engine config") -> EngineConfig:
         known = [item.name for item in fields(EngineConfig)]
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{source} is a {type(raw).__name__}, expected an object with keys of {known}")
         if unknown := sorted(set(raw) - set(known)):
             raise UserError(f"{source} has unknown keys {unknown}; known are {known}")
         if "model" not in raw:
