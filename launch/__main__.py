@@ -1,0 +1,64 @@
+"""``epmoe COMMAND ...`` or ``python -m launch COMMAND ...``; under torchrun the same line runs on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from launch.env import read_torchrun
+from launch.failure import RankFailure
+from launch.signals import Stopped
+from placement.errors import UserError
+
+if TYPE_CHECKING:
+    from launch.session import Starting
+
+COMMANDS = {"generate": "continue prompts"}  # command -> help; the module launch/COMMAND.py has add_arguments and run
+USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"
+
+
+def main(argv: list[str] | None = None, starting: Starting | None = None) -> int:
+    """Run a command; the exit code: 0, 2 for the user's mistake, 1 for a failed run, 128 + n for signal n.
+
+    ``starting`` says how the ranks come to be; the default spawns them, or is one of them under torchrun.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if starting is None and (torchrun := read_torchrun()) is not None:
+            from launch.torchrun import run_rank
+
+            return run_rank(torchrun, argv)
+        return _dispatch(argv, starting)
+    except UserError as error:
+        return _fail(f"epmoe: error: {' '.join(str(error).split())}", 2)
+    except RankFailure as failure:
+        if failure.user_error:
+            return _fail(f"epmoe: error: {' '.join(failure.reason.split())}", 2)
+        return _fail(failure.block(), 1)
+    except (Stopped, KeyboardInterrupt) as stopped:
+        return _fail(f"epmoe: {stopped or 'stopped'}", getattr(stopped, "exit_code", 130))
+
+
+def _dispatch(argv: list[str], starting: Starting | None) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, *(f"  {name:10} {text}" for name, text in COMMANDS.items()), sep="\n")
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        raise UserError(f"command {argv[0]} is unknown; use {', '.join(COMMANDS)}")
+    module = importlib.import_module(f"launch.{argv[0]}")
+    from launch.args import Parser
+
+    parser = Parser(prog=f"epmoe {argv[0]}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(argv[1:]), starting)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

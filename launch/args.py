@@ -1,0 +1,131 @@
+"""Arguments that several commands share, and what they mean for the engine and for sampling."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from epmoe.config import EngineConfig, ModelConfig, check_engine
+from epmoe.engine.request import SamplingParams
+from launch.env import cores, has_gpu
+from launch.hub import resolve_model
+from launch.session import Starting
+from placement.errors import UserError
+
+SAMPLING = {  # option -> (SamplingParams field, type, help)
+    "--max-tokens": ("max_tokens", int, "most tokens to generate for a prompt (default 64)"),
+    "--temperature": ("temperature", float, "0 takes the most likely token (default 0)"),
+    "--top-k": ("top_k", int, "sample among the k most likely tokens"),
+    "--top-p": ("top_p", float, "sample among the fewest tokens whose probabilities sum to p"),
+    "--min-p": ("min_p", float, "leave out tokens less likely than p times the most likely"),
+    "--repetition-penalty": ("repetition_penalty", float, "divides the logits of tokens seen before"),
+    "--presence-penalty": ("presence_penalty", float, "subtracted from the logits of tokens generated before"),
+    "--frequency-penalty": ("frequency_penalty", float, "the same, once for each time"),
+    "--seed": ("seed", int, "makes sampling repeatable, whatever the batch and placement"),
+}
+ENGINE = {  # option -> (EngineConfig field, type, help)
+    "--device": ("device", str, "cpu or cuda (default: cuda where there is a GPU)"),
+    "--combine": ("combine", str, "exact: placement never changes a token; reduce: fewer bytes, equal to rounding"),
+    "--exchange": ("exchange", str, "how rows travel (default alltoall)"),
+    "--max-batch-tokens": ("max_batch_tokens", int, "token budget of a rank and step"),
+    "--max-requests": ("max_requests", int, "requests a rank runs at once"),
+    "--max-model-len": ("max_model_len", int, "most tokens of a request, prompt and output"),
+    "--block-size": ("block_size", int, "tokens of a KV block"),
+    "--num-blocks": ("num_blocks", int, "KV blocks of a rank"),
+    "--threads": ("threads", int, "threads of a rank (default: cores / ranks)"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line and no usage text."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder of a checkpoint, or a model's id on the hub")
+    parser.add_argument("--ranks", type=int, help="number of rank processes (default 1; torchrun says it itself)")
+    parser.add_argument(
+        "--placement", default="linear", help="linear, round-robin, greedy, auto, or a plan file (default linear)"
+    )
+    parser.add_argument("--trace", help="routing trace that greedy and auto solve for")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--config", help="JSON file of engine settings; options given here come first")
+    group.add_argument("--dtype", help="float32, bfloat16, float16, or auto: float32 on CPU, the model's own on a GPU")
+    group.add_argument("--deterministic", action="store_true", help="bitwise equal output for any ranks and batching")
+    for option, (_, kind, text) in ENGINE.items():
+        group.add_argument(option, type=kind, help=text)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for option, (_, kind, text) in SAMPLING.items():
+        group.add_argument(option, type=kind, help=text)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What was given; greedy and 64 tokens where nothing was."""
+    fields = {"max_tokens": 64, "temperature": 0.0, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    return SamplingParams.from_dict(fields | _given(args, SAMPLING))
+
+
+def rank_count(args: argparse.Namespace) -> int:
+    """W for ranks that are started here."""
+    ranks = 1 if args.ranks is None else args.ranks
+    if ranks < 1:
+        raise UserError(f"--ranks is {ranks}; it must be at least 1")
+    return ranks
+
+
+def engine_config(args: argparse.Namespace, starting: Starting) -> tuple[EngineConfig, ModelConfig]:
+    """The engine's and the model's configuration that the arguments ask for."""
+    if args.ranks not in (None, starting.world):
+        raise UserError(f"--ranks is {args.ranks}, torchrun started {starting.world} ranks; leave --ranks out")
+    folder = resolve_model(args.model)
+    model = ModelConfig.from_folder(folder)
+    settings = {**_settings_file(args.config), **_given(args, ENGINE), "model": str(folder), "ranks": starting.world}
+    settings.setdefault("device", "cuda" if has_gpu() else "cpu")
+    on_cpu = settings["device"] == "cpu"
+    if args.deterministic:
+        settings["deterministic"] = True
+    settings.setdefault("combine", "exact" if on_cpu or settings.get("deterministic") else "reduce")
+    dtype = args.dtype or settings.get("dtype", "auto")
+    settings["dtype"] = ("float32" if on_cpu else model.dtype) if dtype == "auto" else dtype
+    settings.setdefault("threads", max(1, cores() // starting.local_world))
+    settings.setdefault("max_model_len", _default_length(settings, model))
+    engine = EngineConfig.from_dict(settings, args.config or "engine config")
+    check_engine(engine, model)
+    return engine, model
+
+
+def _default_length(settings: dict, model: ModelConfig) -> int:
+    """The engine's default, where neither the model's positions nor the KV blocks end before it."""
+    blocks, size = settings.get("num_blocks"), settings.get("block_size", EngineConfig.block_size)
+    held = blocks * size if isinstance(blocks, int) and isinstance(size, int) else EngineConfig.max_model_len
+    return max(1, min(EngineConfig.max_model_len, model.max_position_embeddings, held))
+
+
+def _given(args: argparse.Namespace, options: dict) -> dict:
+    values = {field: getattr(args, option.lstrip("-").replace("-", "_")) for option, (field, _, _) in options.items()}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _settings_file(path: str | None) -> dict:
+    if path is None:
+        return {}
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read engine settings {path}: {error.strerror}; give a JSON file") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); give an object of engine settings") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} holds {type(settings).__name__}; give an object of engine settings")
+    return settings

@@ -1,0 +1,46 @@
+"""``--placement``: by name, solved from a trace, or read from a plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from placement.errors import UserError
+from placement.plan import MoEShape, Plan, linear_plan, round_robin_plan, with_shape
+from placement.trace import Trace, load_trace
+
+BY_SHAPE = {"linear": linear_plan, "round-robin": round_robin_plan}
+FROM_TRACE = ("greedy", "auto")
+
+
+def choose_plan(placement: str, trace_path: str | None, shape: MoEShape, ranks: int) -> tuple[Plan, Trace | None]:
+    """The plan that ``--placement`` and ``--trace`` ask for, and the trace; both fit the model."""
+    trace = None
+    if trace_path is not None:
+        trace = load_trace(trace_path)
+        shape.require_same(trace.shape, "the model", f"trace {trace_path}")
+    if placement in BY_SHAPE:
+        return BY_SHAPE[placement](shape, ranks), trace
+    if placement in FROM_TRACE:
+        if trace is None:
+            raise UserError(f"placement {placement} is solved from recorded routing; give it with --trace FILE.npz")
+        return _solve(placement, trace, shape, ranks), trace
+    return _load(placement, shape, ranks), trace
+
+
+def _load(placement: str, shape: MoEShape, ranks: int) -> Plan:
+    if not Path(placement).exists() and not placement.endswith(".json"):
+        names = ", ".join([*BY_SHAPE, *FROM_TRACE])
+        raise UserError(f"placement {placement} is unknown; use {names}, or a plan file")
+    plan = Plan.load(placement)
+    shape.require_same(plan.shape, "the model", f"plan {placement}")
+    if plan.ranks != ranks:
+        raise UserError(f"plan {placement} is for {plan.ranks} ranks, this run has {ranks}; solve it for {ranks}")
+    return with_shape(plan, shape)
+
+
+def _solve(placement: str, trace: Trace, shape: MoEShape, ranks: int) -> Plan:
+    from placement.greedy import solve_lpt_swap
+    from placement.solution import make_problem
+
+    problem = make_problem(trace, ranks, objective="compute_tail")
+    return with_shape(solve_lpt_swap(problem).plan, shape)

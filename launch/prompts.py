@@ -1,0 +1,77 @@
+"""Prompts in, results out: the files of ``epmoe generate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.errors import UserError
+
+KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text or token ids; ``where`` names its place in errors."""
+
+    text: str | None
+    token_ids: tuple[int, ...] | None
+    where: str
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """Prompts of a file: one a line, or JSONL with ``prompt`` or ``prompt_token_ids``; blank lines are left out.
+
+    A file is JSONL if its name says so, or if its first line is an object with one of the two keys.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read prompt file {path}: {reason}; give UTF-8 text, one prompt a line") from None
+    lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"prompt file {path} holds no prompt; give one a line")
+    if path.endswith(".jsonl") or _is_object(lines[0][1]):
+        return [_from_json(where, line) for where, line in lines]
+    return [Prompt(line.rstrip("\r"), None, where) for where, line in lines]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and any(key in value for key in KEYS)
+
+
+def _from_json(where: str, line: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}); give an object with prompt or prompt_token_ids") from None
+    if not isinstance(value, dict) or sum(key in value for key in KEYS) != 1:
+        raise UserError(f"{where}: give an object with either prompt or prompt_token_ids")
+    if "prompt" in value:
+        if not isinstance(value["prompt"], str):
+            raise UserError(f"{where}: prompt is {type(value['prompt']).__name__}; give a string")
+        return Prompt(value["prompt"], None, where)
+    ids = value["prompt_token_ids"]
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise UserError(f"{where}: prompt_token_ids must be a list of whole numbers of at least 0")
+    return Prompt(None, tuple(ids), where)
+
+
+def write_results(path: str, results: list[dict]) -> None:
+    try:
+        Path(path).write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write results to {path}: {error.strerror}; give a writable path") from None
+
+
+def require_writable(path: str) -> None:
+    """Raise ``UserError`` before the work is done rather than after it."""
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or Path(path).is_dir():
+        raise UserError(f"cannot write results to {path}: no such folder, or a folder itself; give a path for a file")

@@ -1,0 +1,40 @@
+"""One rank process: ``python -m launch.rank RUN_DIR RANK``, started by :mod:`launch.spawn`.
+
+Nothing heavy may be imported on this path: the tokenizer and its library stay in the front process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+
+def main() -> None:
+    run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=end_with_parent, args=(run_dir,), daemon=True).start()
+
+    # torch 2.13 renames collectives that the oldest torch supported here has under the old name only
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
+    from epmoe.config import EngineConfig, RankInfo
+    from epmoe.engine import worker
+
+    engine = EngineConfig.from_json((run_dir / "engine.json").read_text(encoding="utf-8"))
+    info = RankInfo(**json.loads((run_dir / f"rank{rank}.json").read_text(encoding="utf-8")))
+    worker.run(info, engine)
+
+
+def end_with_parent(run_dir: Path) -> None:
+    """Standard input ends when the process that started this one does, even if it was killed."""
+    while os.read(0, 1):
+        pass
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a run says at its end: speed, bytes read, and what the placement did to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from epmoe.config import EngineConfig
+from launch.completion import Completion
+from placement.cost import compute_tail_L, evaluate
+from placement.plan import Plan, linear_plan
+from placement.trace import Trace
+
+COMBINE = {
+    "exact": "exact (rows added at home in choice order: placement does not change a token)",
+    "reduce": "reduce (one sum per token and rank travels: equal to exact up to rounding)",
+}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything the summary is made from.  ``ready`` and ``stats`` are the ranks' reports, by rank."""
+
+    engine: EngineConfig
+    placement: str  # as the user asked for it
+    plan: Plan
+    trace: Trace | None
+    completions: list[Completion]
+    seconds: float
+    ready: dict[int, dict]
+    stats: dict[int, dict]
+
+
+def summary(run: RunReport) -> str:
+    """Lines for people."""
+    engine = run.engine
+    new = sum(len(c.token_ids) for c in run.completions)
+    old = sum(len(c.prompt_token_ids) for c in run.completions)
+    load_WLE = np.array([run.stats[rank]["load_LE"] for rank in range(engine.ranks)])
+    load_LW = served_LW(load_WLE, run.plan)
+    mode = "deterministic" if engine.deterministic else "not deterministic"
+    lines = [
+        f"{len(run.completions)} prompts ({old} tokens), {new} new tokens in {run.seconds:.2f} s:"
+        f" {new / max(run.seconds, 1e-9):.1f} tokens/s",
+        f"{engine.ranks} ranks, {engine.device}, {engine.dtype}, {mode}, {engine.threads} threads a rank;"
+        f" combine {COMBINE[engine.combine]}",
+        f"placement {run.placement}, made by {run.plan.made_by or 'hand'}",
+        *_rank_table(run, load_LW),
+        _tails(load_WLE, load_LW, run.plan),
+        *_remote_rows(run, load_WLE),
+    ]
+    return "\n".join(lines)
+
+
+def served_LW(load_WLE: np.ndarray, plan: Plan) -> np.ndarray:
+    """int64 ``[L, W]``: expert rows (token, choice) that each rank serves, from each home's load per expert."""
+    served = np.zeros((plan.shape.num_layers, plan.ranks), np.int64)
+    layer_LE = np.broadcast_to(np.arange(plan.shape.num_layers)[:, None], load_WLE.shape[1:])
+    for home, load_LE in enumerate(load_WLE):
+        np.add.at(served, (layer_LE, plan.serve_rank_WLE[home]), load_LE)
+    return served
+
+
+def _rank_table(run: RunReport, load_LW: np.ndarray) -> list[str]:
+    rows_W = load_LW.sum(0)
+    share_W = rows_W / max(1, rows_W.sum())
+    head = f"{'rank':>4}  {'MB read':>9}  {'expert rows':>12}  {'share':>6}"
+    return [head] + [
+        f"{rank:>4}  {run.ready[rank]['bytes_read'] / 1e6:>9.1f}  {rows_W[rank]:>12}  {share_W[rank]:>6.1%}"
+        for rank in range(run.engine.ranks)
+    ]
+
+
+def _tails(load_WLE: np.ndarray, load_LW: np.ndarray, plan: Plan) -> str:
+    before_L = compute_tail_L(served_LW(load_WLE, linear_plan(plan.shape, plan.ranks)))
+    after_L = compute_tail_L(load_LW)
+    return (
+        f"compute_tail of this run (fullest rank over the mean; 1 is even): {before_L.mean():.3f} linear ->"
+        f" {after_L.mean():.3f} this placement; worst layer {before_L.max():.3f} -> {after_L.max():.3f}"
+    )
+
+
+def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:
+    """Rows that left their home rank: measured, and on the trace, where one was given, before and after."""
+    shape = run.plan.shape
+    cells = load_WLE.sum() / shape.top_k  # tokens x layers
+    sent = sum(
+        count for rank, report in run.stats.items() for to, count in enumerate(report["sent_rows"]) if to != rank
+    )
+    lines = [f"remote rows per token and layer of this run: {sent / max(1, cells):.3f}"]
+    if run.trace is not None:
+        before, after = (
+            evaluate(plan, run.trace, combine=run.engine.combine).dispatch_rows
+            for plan in (linear_plan(shape, run.plan.ranks), run.plan)
+        )
+        lines.append(f"remote rows per token and layer on the trace: {before:.3f} linear -> {after:.3f} this placement")
+    return lines
