@@ -14,6 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+# torch renamed it in 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass
 class Position:
@@ -54,7 +57,7 @@ class Comm:
         if self.world == 1:
             return header[None]
         out = torch.empty((self.world, len(header)), dtype=torch.int64)
-        dist.all_gather_into_tensor(out, torch.from_numpy(header)[None], group=self.control)
+        _all_gather(out, torch.from_numpy(header)[None], group=self.control)
         return out.numpy()
 
     def broadcast_bytes(self, payload: bytes | None, size: int) -> bytes:

@@ -1,8 +1,11 @@
 """Fixtures that more than one test file uses."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests, also in spawned ranks
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -13,3 +16,23 @@ def shared_dir() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"left out: {SHARED} (real traces and a small checkpoint) is not there")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """``rank_pool(W)``: a pool of W gloo ranks, the same one all session long."""
+    from ranks import RankPool
+
+    pools = {}
+
+    def pool(world: int, threads: int = 1) -> RankPool:
+        key = (world, threads)
+        if key in pools and pools[key].broken:
+            pools.pop(key).close()
+        if key not in pools:
+            pools[key] = RankPool(world, threads)
+        return pools[key]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()

@@ -1,0 +1,204 @@
+"""The engine of one rank: propose -> agree -> build -> forward -> sample -> commit, in lockstep with the other ranks.
+
+A step opens with one all-gather of small headers; rank 0 announces there how many bytes of messages follow.  If any
+rank has tokens to run, every rank runs the model, with zero tokens if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import torch
+
+from epmoe.checkpoint import load_weights
+from epmoe.comm import Comm
+from epmoe.config import EngineConfig, ModelConfig, check_engine
+from epmoe.engine.home import RankLoad, assign_home
+from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
+from epmoe.engine.request import Request, SamplingParams
+from epmoe.engine.runner import Launched, Runner
+from epmoe.engine.scheduler import Chunk, Scheduler
+from epmoe.model.decoder import Decoder
+from epmoe.moe.exchange import AllToAll
+from epmoe.trace import ExpertLoads
+from placement.plan import Plan, linear_plan
+
+HEADER_FIELDS = 32
+CACHE_SHARE = 0.5  # of the memory that is free once weights are loaded
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank tells the others at the start of a step; travels as int64[32]."""
+
+    step: int
+    tokens: int
+    unfinished: int
+    queued_tokens: int
+    free_blocks: int
+    payload_bytes: int
+
+    def pack(self) -> np.ndarray:
+        fields = np.zeros(HEADER_FIELDS, np.int64)
+        fields[:6] = astuple(self)
+        return fields
+
+    @staticmethod
+    def unpack(fields: np.ndarray) -> Header:
+        return Header(*(int(value) for value in fields[:6]))
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens of one request; ``finish_reason`` with its last ones."""
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: str | None
+    extra: dict | None = None
+
+
+class Engine:
+    """One rank's scheduler, cache and model.
+
+    Messages (given to rank 0's :meth:`step`, applied on all ranks at the end of that step): ``{"op": "add", "id",
+    "prompt", "params", "sample"}``, ``{"op": "abort", "id"}``, ``{"op": "stop"}``.
+    """
+
+    def __init__(self, engine: EngineConfig, comm: Comm) -> None:
+        self.engine, self.comm = engine, comm
+        self.model = ModelConfig.from_folder(engine.model)
+        check_engine(engine, self.model)
+        self.plan = read_plan(engine, self.model, comm.world)
+        local = [held[comm.rank] for held in self.plan.slots]
+        dtype = getattr(torch, engine.dtype)
+        weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
+        exchange = AllToAll(comm, self.plan.max_slots, engine.combine)
+        decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
+        num_blocks = size_cache(self.model, engine, dtype, int(free_memory(comm.device) * CACHE_SHARE))
+        self.pool = BlockPool(num_blocks, engine.block_size)
+        self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)
+        self.loads = ExpertLoads(len(self.model.moe_layers), self.model.num_experts, comm.device)
+        self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, self.loads)
+        self.idle = True
+        self.stopping = False
+        self.steps = self.forwards = 0
+        self.model_seconds = 0.0
+        self._in_flight: tuple[list[Chunk], Launched] | None = None
+
+    def step(self, messages: list[dict]) -> list[Output]:
+        """One step, on every rank together; returns what this rank's requests gained.
+
+        Args:
+            messages: on rank 0 what is new since the last step; on other ranks empty.
+        """
+        self.comm.at.step, self.comm.at.stage = self.steps, "agree"
+        chunks = self.scheduler.schedule()
+        headers, messages = self._agree(chunks, messages)
+        launched = self._launch(chunks) if any(header.tokens for header in headers) else None
+        outputs = self._commit(*self._in_flight) if self._in_flight is not None else []
+        self._in_flight = None
+        if launched is not None:
+            if self.engine.async_steps:
+                self._in_flight = (chunks, launched)
+            else:
+                outputs += self._commit(chunks, launched)
+        outputs += self._apply(messages, headers)
+        self.steps += 1
+        self.idle = not messages and not any(header.unfinished for header in headers)
+        return outputs
+
+    @property
+    def finished(self) -> bool:
+        """True on all ranks at once: told to stop, and every request has ended."""
+        return self.stopping and self.idle
+
+    def report(self) -> dict:
+        """Counters since the start (see ``launch`` for how they are shown)."""
+        return {
+            "load_LE": self.loads.load_LE.tolist(),
+            "steps": self.steps,
+            "forwards": self.forwards,
+            "model_seconds": self.model_seconds,
+            "preemptions": self.scheduler.preemptions,
+            "free_blocks": self.pool.num_free,
+            "num_blocks": self.pool.num_blocks,
+            "sent_rows": self.runner.decoder.exchange.sent_rows.tolist(),
+        }
+
+    # -- parts of a step ----------------------------------------------------------------------------------------
+
+    def _agree(self, chunks: list[Chunk], messages: list[dict]) -> tuple[list[Header], list[dict]]:
+        payload = msgpack.packb(messages) if messages else b""
+        mine = Header(
+            step=self.steps,
+            tokens=sum(chunk.count for chunk in chunks),
+            unfinished=int(self.scheduler.has_work or self._in_flight is not None),
+            queued_tokens=self.scheduler.queued_tokens(),
+            free_blocks=self.pool.num_free,
+            payload_bytes=len(payload),
+        )
+        headers = [Header.unpack(fields) for fields in self.comm.all_gather_headers(mine.pack())]
+        assert all(header.step == self.steps for header in headers), f"ranks are at different steps: {headers}"
+        size = headers[0].payload_bytes
+        return headers, msgpack.unpackb(self.comm.broadcast_bytes(payload, size)) if size else []
+
+    def _launch(self, chunks: list[Chunk]) -> Launched:
+        started = time.perf_counter()
+        launched = self.runner.launch(chunks)
+        self.forwards += 1
+        self.model_seconds += time.perf_counter() - started
+        return launched
+
+    def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
+        kept = self.scheduler.commit(chunks, launched.tokens())
+        extra = launched.extra(chunks)
+        return [Output(r.id, [token], r.finish_reason, extra.get(r.id)) for r, token in kept]
+
+    def _apply(self, messages: list[dict], headers: list[Header]) -> list[Output]:
+        """Every rank applies the same messages; a home is a pure function of them and the headers, so all agree."""
+        loads = [RankLoad(header.queued_tokens, header.free_blocks) for header in headers]
+        outputs = []
+        for message in messages:
+            if message["op"] == "add":
+                self._add(message, loads)
+            elif message["op"] == "abort":
+                if (request := self.scheduler.abort(message["id"])) is not None:
+                    outputs.append(Output(request.id, [], request.finish_reason))
+            elif message["op"] == "stop":
+                self.stopping = True
+            else:
+                raise AssertionError(f"unknown message {message['op']!r}")
+        return outputs
+
+    def _add(self, message: dict, loads: list[RankLoad]) -> None:
+        params = SamplingParams.from_dict(message["params"])
+        tokens = len(message["prompt"]) + params.max_tokens
+        home = assign_home(tokens, loads, self.engine.block_size)
+        queued, free = loads[home].queued_tokens + tokens, loads[home].free_blocks - self.pool.blocks_for(tokens)
+        loads[home] = RankLoad(queued, free)
+        if home == self.comm.rank:
+            seed = params.seed if params.seed is not None else self.engine.seed * 0x9E3779B1 + message["id"]
+            self.scheduler.add(Request(message["id"], message["prompt"], params, seed, message.get("sample", 0), home))
+
+
+def read_plan(engine: EngineConfig, model: ModelConfig, world: int) -> Plan:
+    """The engine's plan, checked against the model; the linear one if none is given."""
+    if engine.plan is None:
+        return linear_plan(model.moe_shape, world)
+    plan = Plan.from_json(engine.plan, "the plan")
+    model.moe_shape.require_same(plan.shape, "the model", "the plan")
+    assert plan.ranks == world, f"plan for {plan.ranks} ranks on {world}"
+    return plan
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the GPU, or this rank's cautious share (an eighth) of what is free on the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
