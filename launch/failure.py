@@ -40,7 +40,8 @@ def _from_report(report: dict) -> RankFailure:
     where = f"step {report['step']}{layer}, {report['stage']}"
     if report["kind"] == "UserError":
         return RankFailure(report["rank"], report["message"], user_error=True)
-    return RankFailure(report["rank"], f"{where}: {report['kind']}: {report['message']}", report["traceback"])
+    what = f"{report['kind']}: {report['message']}" if report["message"] else report["kind"]
+    return RankFailure(report["rank"], f"{where}: {what}", report["traceback"])
 
 
 def describe_exit(code: int) -> str:

@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """A bar of finished requests with tokens/s; where standard error is no terminal only ``say`` shows."""
+    """A bar of finished requests with tokens/s; where standard error is no terminal, a line for each phase."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -29,6 +29,8 @@ class Progress:
     def phase(self, name: str, total: int | None = None) -> None:
         self._tokens, self._started = 0, time.monotonic()
         self._bar.reset(self._task, description=name, total=total, rate="")
+        if self._bar.disable:
+            self.say(name if total is None else f"{name}, {total} requests")
 
     def add_tokens(self, count: int) -> None:
         self._tokens += count

@@ -18,14 +18,18 @@ def main() -> None:
     run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=end_with_parent, args=(run_dir,), daemon=True).start()
 
+    about = json.loads((run_dir / f"rank{rank}.json").read_text(encoding="utf-8"))
+    be_rank(about, (run_dir / "engine.json").read_text(encoding="utf-8"))
+
+
+def be_rank(about: dict, engine: str) -> None:
+    """Run a worker to its end; ``about`` holds the fields of ``RankInfo``, ``engine`` is an engine config's JSON."""
     # torch 2.13 renames collectives that the oldest torch supported here has under the old name only
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     from epmoe.config import EngineConfig, RankInfo
     from epmoe.engine import worker
 
-    engine = EngineConfig.from_json((run_dir / "engine.json").read_text(encoding="utf-8"))
-    info = RankInfo(**json.loads((run_dir / f"rank{rank}.json").read_text(encoding="utf-8")))
-    worker.run(info, engine)
+    worker.run(RankInfo(**about), EngineConfig.from_json(engine))
 
 
 def end_with_parent(run_dir: Path) -> None:

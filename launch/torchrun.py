@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from launch.env import Torchrun, child_environment, cores
 from launch.failure import RankFailure, read_error_files
+from launch.rank import be_rank
 from launch.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -40,16 +41,18 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     word = json.loads(_share(torchrun, None if front is None else _front_word(front, word)))
     run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else tempfile.mkdtemp(prefix="epmoe-")
 
-    from epmoe.config import EngineConfig, RankInfo
-    from epmoe.engine import worker
-
-    init_method = f"tcp://{torchrun.master_addr}:{torchrun.master_port}"
-    info = RankInfo(
-        torchrun.rank, torchrun.world, torchrun.local_rank, init_method, word["requests"], word["outputs"], run_dir
-    )
+    about = {
+        "rank": torchrun.rank,
+        "world": torchrun.world,
+        "local_rank": torchrun.local_rank,
+        "init_method": f"tcp://{torchrun.master_addr}:{torchrun.master_port}",
+        "requests_addr": word["requests"],
+        "outputs_addr": word["outputs"],
+        "run_dir": run_dir,
+    }
     if front is not None:
         threading.Thread(target=_end_with_front, args=(front,), daemon=True).start()
-    worker.run(info, EngineConfig.from_json(word["engine"]))
+    be_rank(about, word["engine"])
     return 0 if front is None else front.wait()
 
 

@@ -21,6 +21,7 @@ MAY_IMPORT = {
 # (package or file, module): where more is allowed, and whether only inside a function.
 SOLVERS = {"ilp.py", "joint.py", "solve.py", "lower_bound.py"}
 LAZY_IN_PLACEMENT = {"matplotlib", "rich"}  # report and command line
+TORCH_DISTRIBUTED = {"epmoe/comm.py", "launch/torchrun.py"}  # all collectives; the store of a torchrun job
 PLACEMENT_FOR_EPMOE = {"placement.plan", "placement.trace", "placement.cost", "placement.errors"}
 
 
@@ -50,7 +51,7 @@ def faults(path: str, source: str) -> list[str]:
     for module, lazy, line in imports(tree):
         if not _may_import(package, name, module, lazy):
             out.append(f"{path}:{line} imports {module}{' lazily' if lazy else ''}")
-        if module.startswith("torch.distributed") and path != "epmoe/comm.py":
+        if module.startswith("torch.distributed") and path not in TORCH_DISTRIBUTED:
             out.append(f"{path}:{line} imports {module}; only epmoe/comm.py may")
     if package == "launch":
         return out
