@@ -24,7 +24,7 @@ from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.runner import Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler
 from epmoe.model.decoder import Decoder
-from epmoe.moe.exchange import AllToAll
+from epmoe.moe.exchange import open_exchange
 from epmoe.trace import ExpertLoads
 from placement.plan import Plan, linear_plan
 
@@ -78,7 +78,7 @@ class Engine:
         local = [held[comm.rank] for held in self.plan.slots]
         dtype = getattr(torch, engine.dtype)
         weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
-        exchange = AllToAll(comm, self.plan.max_slots, engine.combine)
+        exchange = open_exchange(comm, self.plan.max_slots, engine.combine)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
         num_blocks = size_cache(self.model, engine, dtype, int(free_memory(comm.device) * CACHE_SHARE))
         self.pool = BlockPool(num_blocks, engine.block_size)

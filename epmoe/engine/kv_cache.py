@@ -103,6 +103,6 @@ def size_cache(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, fr
 
 
 def new_cache(config: ModelConfig, engine: EngineConfig, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """``[layers, 2, blocks, block_size, KVH, d]``, not initialised: attention never reads what was not written."""
-    shape = (config.num_layers, 2, num_blocks, engine.block_size, config.num_kv_heads, config.head_dim)
+    """``[layers, 2, KVH, blocks, block_size, d]``, not initialised: attention never reads what was not written."""
+    shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, engine.block_size, config.head_dim)
     return torch.empty(shape, dtype=getattr(torch, engine.dtype), device=device)

@@ -84,6 +84,7 @@ class Runner:
             block_table_NP=table.to(device),
             position_T=torch.tensor(positions, dtype=torch.int64, device=device),
             slot_T=torch.tensor(slots, dtype=torch.int64, device=device),
+            block_size=size,
         )
         return Batch(token_T, attention, torch.tensor(sample_rows, dtype=torch.int64, device=device))
 

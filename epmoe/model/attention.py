@@ -15,7 +15,7 @@ from epmoe.ops.rotary import rotate
 def attend(
     x_TD: torch.Tensor,
     weights: AttentionWeights,
-    cache_BSHd: torch.Tensor,
+    cache_HBSd: torch.Tensor,
     batch: AttentionBatch,
     cos_sin_T2h: torch.Tensor,
     static: tuple[ModelConfig, bool],
@@ -23,7 +23,7 @@ def attend(
     """Grouped-query attention of this step's tokens: ``[T, D]`` -> ``[T, D]``; writes their keys and values.
 
     Args:
-        cache_BSHd: this layer's cache, see ``ops.attention``.
+        cache_HBSd: this layer's cache, see ``ops.attention``.
         cos_sin_T2h: rotary table rows at the tokens' positions.
         static: the model's config, and whether arithmetic is row-invariant.
     """
@@ -41,6 +41,6 @@ def attend(
         q = rms_norm(q, weights.q_norm, config.rms_norm_eps)
         k = rms_norm(k, weights.k_norm, config.rms_norm_eps)
     q, k = rotate(q, cos_sin_T2h), rotate(k, cos_sin_T2h)
-    write_kv(cache_BSHd, k, v, batch.slot_T)
-    out = paged_attention(q, cache_BSHd, batch, d**-0.5, tiled=tiled)
+    write_kv(cache_HBSd, k, v, batch.slot_T)
+    out = paged_attention(q, cache_HBSd, batch, d**-0.5, tiled=tiled)
     return linear(out.flatten(1), weights.o, weights.o_bias, tiled=tiled)

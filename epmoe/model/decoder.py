@@ -14,7 +14,7 @@ from torch.nn import functional
 from epmoe.config import ModelConfig
 from epmoe.model.attention import attend
 from epmoe.model.weights import LayerWeights, ModelWeights, MoEWeights
-from epmoe.moe.exchange import AllToAll
+from epmoe.moe.exchange import Exchange
 from epmoe.moe.layer import MoELayer, gated_mlp
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.linear import linear
@@ -47,7 +47,7 @@ class RoutingObserver(Protocol):
 class Decoder:
     """Weights, rotary table and exchange of one rank; no state changes between steps but the caller's KV cache."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, plan: Plan, exchange: AllToAll, tiled: bool) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, plan: Plan, exchange: Exchange, tiled: bool) -> None:
         self.config, self.weights, self.exchange, self.tiled = config, weights, exchange, tiled
         device = weights.embed.device
         positions = config.max_position_embeddings
@@ -64,7 +64,7 @@ class Decoder:
         """Logits ``[len(sample_rows), V]`` in the model dtype.
 
         Args:
-            cache: ``[layers, 2, blocks, block_size, KVH, d]``, this step's keys and values are written to it.
+            cache: ``[layers, 2, KVH, blocks, block_size, d]``, this step's keys and values are written to it.
             observe: called with each MoE layer's number (0, 1, ...) and choices ``[T, K]``.
         """
         config, at = self.config, self.exchange.comm.at

@@ -18,8 +18,8 @@ rank 0 returns three rows (token 0 choice 1; token 1 choices 0 and 1), rank 1 on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -86,6 +86,64 @@ class Returning:
     home: Home
 
 
+class Exchange(Protocol):
+    """The contract; ``sent_rows`` counts the rows sent to each rank since the start (read for reports only)."""
+
+    comm: Comm
+    sent_rows: np.ndarray
+
+    def dispatch_begin(
+        self, x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, lane: int = 0
+    ) -> Sending | Local: ...
+
+    def dispatch_end(self, sending, num_slots: int) -> tuple[Received, Route | Local]: ...
+
+    def combine_begin(self, out_MD: torch.Tensor, route) -> Returning | Local: ...
+
+    def combine_end(self, returning, add_TD: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Local:
+    """Handle of :class:`LocalExchange` in every stage; later stages fill the later fields."""
+
+    rows_TD: torch.Tensor
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    pos_TK: torch.Tensor | None = None
+    out_MD: torch.Tensor | None = None
+
+
+class LocalExchange:
+    """One rank: nothing travels.  The answer's rows are the experts' rows, so both combine modes are the same sum."""
+
+    def __init__(self, comm: Comm) -> None:
+        assert comm.world == 1, f"{comm.world} ranks need an exchange that reaches them"
+        self.comm = comm
+        self.sent_rows = np.zeros(1, np.int64)
+
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Local:
+        self.sent_rows += len(x_TD)
+        return Local(x_TD, slot_TK, weight_TK)
+
+    def dispatch_end(self, sending: Local, num_slots: int) -> tuple[Received, Local]:
+        rows_TD, index = sending.rows_TD, build_index(sending.slot_TK, num_slots)
+        T, K = sending.slot_TK.shape
+        received = Received(rows_TD, T, T * K, torch.tensor([T]), index, None)
+        return received, replace(sending, pos_TK=index.pos_RK)
+
+    def combine_begin(self, out_MD: torch.Tensor, route: Local) -> Local:
+        return replace(route, out_MD=out_MD)
+
+    def combine_end(self, returning: Local, add_TD: torch.Tensor | None = None) -> torch.Tensor:
+        return weighted_sum(returning.out_MD, returning.pos_TK, returning.weight_TK, add_TD)
+
+
+def open_exchange(comm: Comm, slots_per_rank: int, combine: Combine) -> Exchange:
+    """The exchange for this many ranks."""
+    return LocalExchange(comm) if comm.world == 1 else AllToAll(comm, slots_per_rank, combine)
+
+
 class AllToAll:
     """Exact sizes on any backend: counts in one collective, rows and metadata as bytes in another, one to combine.
 
@@ -93,8 +151,6 @@ class AllToAll:
         comm: this rank's groups.
         slots_per_rank: stride of a rank in global slot numbers (``Plan.max_slots``).
         combine: see the module's docstring.
-
-    ``sent_rows`` counts the rows sent to each rank since the start (a counter, read for reports only).
     """
 
     def __init__(self, comm: Comm, slots_per_rank: int, combine: Combine) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from epmoe.model.weights import DenseMLP, MoEWeights
-from epmoe.moe.exchange import AllToAll, Received
+from epmoe.moe.exchange import Exchange, Received
 from epmoe.ops.experts import ExpertOptions, expert_mlp
 from epmoe.ops.linear import linear
 from epmoe.ops.router import RouterRule, route
@@ -39,7 +39,7 @@ class MoELayer:
     rule: RouterRule
     top_k: int
     serve_slot_E: torch.Tensor
-    exchange: AllToAll
+    exchange: Exchange
     tiled: bool
 
     def route(self, x_TD: torch.Tensor) -> Routing:
