@@ -1,0 +1,148 @@
+"""The joint solver: load, fan-out (or dispatch rows) and locality together, under a load cap in every layer.
+
+Annealing by exact exchanges (``moves.py``) in all layers (``team.py``), from the balanced start of LPT with pair swaps,
+then descent.  Between rounds, where ranks are alike, an assignment program relabels the ranks of each layer so that
+clusters of neighbouring layers meet.
+
+The work of a time budget is fixed beforehand from a table of step costs, so that a run that keeps its budget depends on
+the seed alone, not on the clock or the number of cores.  On a machine so slow that the budget ends first, the
+temperature falls with the clock instead, and the plan may differ from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from placement.greedy import lpt_swap, single_slots_W
+from placement.layout import LayerLimits, Layout, chain_data, draw_sample, plan_of
+from placement.moves import Heat, LayerSearch
+from placement.solution import Problem, Solution, finish
+from placement.states import layer_caps
+from placement.team import ChainData, Team, one_hot
+
+HOT, COLD = 0.3, 0.05  # temperatures, in standard deviations of an exchange's change at the start
+SWEEP_STEPS = 16
+PLANNED_CORES = 2
+
+History = list[tuple[float, float, "float | None"]]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Budget of one anneal: ``rounds`` sweeps that look at ``rows`` items a step, ended at ``deadline``.
+
+    Times are of ``time.perf_counter()``; ``started`` is the solver's start, from which history counts.
+    """
+
+    rounds: int
+    rows: int
+    started: float
+    deadline: float
+
+
+def solve_joint(problem: Problem) -> Solution:
+    started = time.perf_counter()
+    sample, layout = draw_sample(problem), start_layout(problem)
+    chain = chain_data(problem, sample, layout, layer_limits(problem, layout))
+    rank, history = anneal(problem, chain, layout.rank, pace_of(chain, started, problem.seconds))
+    return finish(problem, plan_of(problem, replace(layout, rank=rank)), "joint", started, history=history)
+
+
+def start_layout(problem: Problem) -> Layout:
+    """One copy of each expert, as balanced as LPT with pair swaps makes it."""
+    rank_LE = lpt_swap(problem.profile.load_LE, single_slots_W(problem), problem.topology.speed_W)
+    L, E = rank_LE.shape
+    items = np.arange(E)
+    return Layout([items] * L, list(rank_LE), [np.tile(items, (problem.ranks, 1))] * L)
+
+
+def layer_limits(problem: Problem, layout: Layout) -> list[LayerLimits]:
+    """The cap of each layer, or what the start reaches where that is more."""
+    limits = []
+    for load_S, rank_S, cap in zip(problem.profile.load_LE, layout.rank, layer_caps(problem)):
+        fair_W = load_S.sum() * problem.topology.share_W
+        start_W = np.bincount(rank_S, load_S, problem.ranks)
+        tail = (start_W / fair_W).max() if load_S.sum() else 1.0
+        limits.append(LayerLimits(load_S[None], max(cap, tail) * fair_W[None] * (1 + 1e-9)))
+    return limits
+
+
+def pace_of(chain: ChainData, started: float, seconds: float) -> Pace:
+    """Sweeps that fit in ``seconds`` on ``PLANNED_CORES`` cores by a table of step costs."""
+    tokens, choices = chain.layers[0].item_TK.shape
+    items = max(len(data.expert_S) for data in chain.layers)
+    rows = items if items <= 96 else 64
+    step = 120e-6 + 25e-9 * rows * items + 60e-9 * tokens * choices**2 / items
+    rounds = max(1, int(0.75 * seconds * PLANNED_CORES / (step * SWEEP_STEPS * len(chain.layers))))
+    return Pace(rounds, rows, started, started + 0.9 * seconds)
+
+
+def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pace) -> tuple[list[np.ndarray], History]:
+    """(rank of each item by layer, history in units of the objective without its constant)."""
+    rank_LS = [np.asarray(rank_S, np.intp) for rank_S in start]
+    unit, alike = unit_temperature(chain, rank_LS), ranks_alike(problem, chain)
+    begun, history = time.perf_counter(), []
+    with Team(chain, problem.threads or os.cpu_count() or 1) as team:
+        for round in range(pace.rounds):
+            clock = (time.perf_counter() - begun) / max(pace.deadline - begun, 1e-9)
+            done = max(round / pace.rounds, clock)
+            if done >= 1:
+                break
+            after = min(1.0, done + 1 / pace.rounds)
+            hot, cold = (unit * HOT * (COLD / HOT) ** x for x in (done, after))
+            team.sweep(rank_LS, Heat(hot, cold, SWEEP_STEPS, pace.rows), round)
+            if alike and round % 8 == 7:
+                relabel(chain, rank_LS)
+            if round % 16 == 15:
+                _note(problem, team, rank_LS, pace, history)
+        _settle(team, rank_LS, pace)
+        _note(problem, team, rank_LS, pace, history)
+    return rank_LS, history
+
+
+def _settle(team: Team, rank_LS: list[np.ndarray], pace: Pace) -> None:
+    """Descend until no exchange helps; a few tenths of the budget at most."""
+    last = pace.deadline + 0.1 * (pace.deadline - pace.started)
+    for round in range(100):
+        made = team.sweep(rank_LS, Heat(1, 1, 50, pace.rows), round, cold=True)
+        if not made or time.perf_counter() > last:
+            return
+
+
+def _note(problem: Problem, team: Team, rank_LS: list[np.ndarray], pace: Pace, history: History) -> None:
+    counts = max(1, len(team.chain.layers[0].item_TK)) * len(rank_LS)
+    value = team.cost(rank_LS) / counts
+    history.append((time.perf_counter() - pace.started, -value if problem.objective.maximise else value, None))
+    if problem.progress:
+        problem.progress(*history[-1])
+
+
+def unit_temperature(chain: ChainData, rank_LS: list[np.ndarray]) -> float:
+    """Standard deviation of the change by a legal exchange at the start, over some layers."""
+    spread = []
+    for layer in range(0, len(rank_LS), max(1, len(rank_LS) // 4)):
+        delta = LayerSearch(chain.layers[layer], rank_LS[layer]).deltas(chain.linear_SW(layer, rank_LS))
+        legal = delta[np.isfinite(delta)]
+        spread.append(float(legal.std()) if legal.size else 0.0)
+    return max(float(np.mean(spread)), 1e-6)
+
+
+def ranks_alike(problem: Problem, chain: ChainData) -> bool:
+    """Relabelling the ranks of one layer changes no cost but locality."""
+    free = chain.base is None and bool(chain.cross) and all(data.weight_WT is None for data in chain.layers)
+    caps_alike = all(np.ptp(data.cap_DW, axis=1).max() <= 1e-6 * data.cap_DW.max() for data in chain.layers)
+    return free and caps_alike and np.ptp(problem.slots_W) == 0
+
+
+def relabel(chain: ChainData, rank_LS: list[np.ndarray]) -> None:
+    """The best relabelling of each layer's ranks to its predecessor's: exact, for it moves nothing else."""
+    W = chain.layers[0].ranks
+    for layer in range(1, len(rank_LS)):
+        meet_WW = one_hot(rank_LS[layer - 1], W).T @ chain.cross[layer - 1] @ one_hot(rank_LS[layer], W)
+        _, partner_W = linear_sum_assignment(meet_WW)
+        rank_LS[layer] = np.argsort(partner_W)[rank_LS[layer]]

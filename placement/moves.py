@@ -1,0 +1,234 @@
+"""Local search in one layer: exact change of the objective for every exchange of two slots at once.
+
+A layer's slots are *items*: an expert's only copy, or one copy of a replicated expert with the tokens it serves.
+With ``m[t, g]`` the items of token t on rank g, the layer costs::
+
+    sum_{t, g} weight[t, g] * (m[t, g] > 0)  +  sum_i linear[i, rank(i)]
+
+(weight 1 everywhere is fan-out; 0 at a token's home makes it dispatch rows; ``linear`` holds what neighbouring layers,
+moved bytes and remote choices cost).  Two tables make every exchange's change a sum of four entries:
+
+    alone[i, j] = sum of weight[t, rank(i)] over tokens that use i and j where i is the only item on its rank
+    absent[g, j] = sum of weight[t, g] over tokens that use j and nothing on rank g
+    change(a <-> b) = cost(a -> rank b) + cost(b -> rank a),
+    cost(a -> h) = absent[h, a] + linear[a, h] - alone[a, a] - linear[a, rank a] + alone[a, b]
+
+(the last term: a token that uses both leaves nothing when they change places).  An exchange touches only the tokens
+of its two items, so both tables are kept exactly at the cost of a few thousand additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_ONE_ITEM = 1 << 16  # count and sum of items share an integer: count << 16 | sum of item numbers
+_ONE = np.float32(1)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerData:
+    """What the search of one layer needs and does not change.
+
+    Args:
+        item_TK: intp, the item that serves each choice of each token.
+        expert_S: int64, the expert of each item.
+        load_DS: float64, load of each item in each domain that has a cap of its own.
+        cap_DW: float64, most load of each rank; the start must respect it.
+        weight_WT: float32, cost of token t reaching rank g; ``None`` is 1.
+        scale: multiplies the row cost (with ``weight_WT`` None).
+    """
+
+    item_TK: np.ndarray
+    expert_S: np.ndarray
+    load_DS: np.ndarray
+    cap_DW: np.ndarray
+    weight_WT: np.ndarray | None = None
+    scale: float = 1.0
+
+    @property
+    def ranks(self) -> int:
+        return self.cap_DW.shape[1]
+
+
+class LayerSearch:
+    """State of the search: where each item is, and the tables of the module's docstring."""
+
+    def __init__(self, data: LayerData, rank_S: np.ndarray) -> None:
+        assert len(data.expert_S) < _ONE_ITEM, f"{len(data.expert_S)} slots in a layer"
+        self.data, self.W, self.S = data, data.ranks, len(data.expert_S)
+        flat = data.item_TK.ravel()
+        order = np.argsort(flat, kind="stable")
+        first = np.searchsorted(flat[order], np.arange(self.S + 1))
+        K = max(1, data.item_TK.shape[1])
+        self.tokens = [order[first[i] : first[i + 1]] // K for i in range(self.S)]
+        copies_S = np.bincount(data.expert_S)[data.expert_S]
+        self.replicated = bool((copies_S > 1).any())
+        self.rank_S = rank_S.astype(np.intp).copy()
+        self._fill()
+
+    def _fill(self) -> None:
+        data, S, W = self.data, self.S, self.W
+        T = len(data.item_TK)
+        self.code_WT = np.zeros((W, T), np.intp)
+        cell = self.rank_S[data.item_TK] * T + np.arange(T)[:, None]
+        np.add.at(self.code_WT.reshape(-1), cell.ravel(), (data.item_TK + _ONE_ITEM).ravel())
+        # rows 0..S-1: alone; S..S+W-1: absent; the last takes tokens with two or more items on the rank
+        self.table = np.zeros((S + W + 1, S), np.float32)
+        for rank, code_T in enumerate(self.code_WT):
+            row_T = np.where(code_T == 0, S + rank, np.where(code_T < 2 * _ONE_ITEM, code_T - _ONE_ITEM, S + W))
+            where = np.flatnonzero(row_T != S + W)
+            cell = row_T[where, None] * S + data.item_TK[where]
+            np.add.at(self.table.reshape(-1), cell.ravel(), self._weights(rank, where))
+        self.load_DW = np.stack([np.bincount(self.rank_S, load_S, W) for load_S in data.load_DS])
+        self.held_WE = np.zeros((W, int(data.expert_S.max()) + 1), bool)
+        self.held_WE[self.rank_S, data.expert_S] = True
+
+    def row_cost(self) -> float:
+        """The first sum of the module's docstring."""
+        reached_WT = self.code_WT > 0
+        weight_WT = self.data.weight_WT
+        return float(reached_WT.sum()) if weight_WT is None else float(weight_WT[reached_WT].sum(dtype=np.float64))
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange the ranks of two items."""
+        g, h = self.rank_S[a], self.rank_S[b]
+        self._take(a, g)
+        self._take(b, h)
+        self._put(a, h)
+        self._put(b, g)
+        self.rank_S[a], self.rank_S[b] = h, g
+        change_D = self.data.load_DS[:, b] - self.data.load_DS[:, a]
+        self.load_DW[:, g] += change_D
+        self.load_DW[:, h] -= change_D
+        if self.replicated:
+            expert_S = self.data.expert_S
+            self.held_WE[[g, h], expert_S[[a, b]]] = False
+            self.held_WE[[g, h], expert_S[[b, a]]] = True
+
+    def deltas(self, linear_SW: np.ndarray, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """float32 ``[rows, S]``: change of the objective if row's and column's item change places; inf: illegal."""
+        rank_S, S, scale = self.rank_S, self.S, np.float32(self.data.scale)
+        alone_SS, absent_WS = self.table[:S], self.table[S:-1]
+        at = np.arange(S)
+        cost_SW = absent_WS.T * scale + linear_SW
+        own_S = alone_SS[at, at] * scale + linear_SW[at, rank_S]
+        there = cost_SW[rows].take(rank_S, 1)
+        there -= own_S[rows][:, None]
+        if isinstance(rows, slice):
+            there += alone_SS * scale
+            delta = there + there.T
+        else:
+            back = cost_SW.take(rank_S[rows], 1)
+            back -= own_S[:, None]
+            delta = there + back.T
+            delta += (alone_SS[rows] + alone_SS[:, rows].T) * scale
+        delta[self._illegal(rows)] = np.inf
+        return delta
+
+    def _illegal(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Exchanges on one rank, over a cap, or that put two copies of an expert on one rank."""
+        rank_S, load_DS, expert_S = self.rank_S, self.data.load_DS, self.data.expert_S
+        bad = rank_S[rows][:, None] == rank_S
+        for load_S, excess_W in zip(load_DS, self.load_DW - self.data.cap_DW):
+            over_S = excess_W.take(rank_S) - load_S
+            bad |= over_S[rows][:, None] + load_S > 0
+            bad |= load_S[rows][:, None] + over_S > 0
+        if self.replicated:
+            bad |= self.held_WE[rank_S[:, None], expert_S[rows]].T
+            bad |= self.held_WE[rank_S[rows][:, None], expert_S]
+        return bad
+
+    def anneal(self, linear_SW: np.ndarray, heat: Heat, noise: Noise) -> int:
+        """Exchanges drawn with odds ``exp(-delta / temperature)``; returns how many were made."""
+        made = 0
+        window = min(self.S, heat.rows)
+        for step in range(heat.steps):
+            temperature = np.float32(heat.start * (heat.stop / heat.start) ** (step / heat.steps))
+            rows = slice(None) if window == self.S else noise.some(self.S, window)
+            delta = self.deltas(linear_SW, rows).reshape(-1)
+            key = noise.gumbel(delta.size) * temperature
+            key -= delta
+            pick = int(key.argmax())
+            if delta[pick] == np.inf:
+                continue
+            a, b = divmod(pick, self.S)
+            self.swap(a if window == self.S else int(rows[a]), b)
+            made += 1
+        return made
+
+    def descend(self, linear_SW: np.ndarray, limit: int) -> int:
+        """The best exchange until none helps (or ``limit`` exchanges); returns how many were made."""
+        for made in range(limit):
+            delta = self.deltas(linear_SW)
+            a, b = divmod(int(delta.argmin()), self.S)
+            if not delta[a, b] < -1e-3:  # counts are whole numbers: less is rounding
+                return made
+            self.swap(a, b)
+        return limit
+
+    def _weights(self, rank: int, tokens: np.ndarray) -> np.ndarray | np.float32:
+        """Weight of each (token, choice) on ``rank``, flat."""
+        if self.data.weight_WT is None:
+            return _ONE
+        return np.repeat(self.data.weight_WT[rank].take(tokens), self.data.item_TK.shape[1])
+
+    def _take(self, item: int, rank: int) -> None:
+        tokens, code_T = self.tokens[item], self.code_WT[rank]
+        code = code_T.take(tokens)
+        code -= _ONE_ITEM + item
+        code_T[tokens] = code
+        few = np.flatnonzero(code < 2 * _ONE_ITEM)
+        tokens, code = tokens.take(few), code.take(few)
+        row = np.where(code == 0, self.S + rank, code - _ONE_ITEM) * self.S
+        cell = row[:, None] + self.data.item_TK.take(tokens, 0)
+        np.add.at(self.table.reshape(-1), cell.ravel(), self._weights(rank, tokens))
+        self.table[item] = 0
+
+    def _put(self, item: int, rank: int) -> None:
+        tokens, code_T = self.tokens[item], self.code_WT[rank]
+        code = code_T.take(tokens)
+        code_T[tokens] = code + (_ONE_ITEM + item)
+        few = np.flatnonzero(code < 2 * _ONE_ITEM)
+        tokens, code = tokens.take(few), code.take(few)
+        items = self.data.item_TK.take(tokens, 0)
+        none = code == 0
+        row = np.where(none, self.S + rank, code - _ONE_ITEM) * self.S
+        np.subtract.at(self.table.reshape(-1), (row[:, None] + items).ravel(), self._weights(rank, tokens))
+        now_alone = items[none].ravel()
+        weights = None if self.data.weight_WT is None else self._weights(rank, tokens.compress(none))
+        self.table[item] = np.bincount(now_alone, weights, self.S)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A stretch of annealing: ``steps`` exchanges, temperature ``start`` to ``stop``, ``rows`` items tried at each."""
+
+    start: float
+    stop: float
+    steps: int
+    rows: int
+
+
+class Noise:
+    """Gumbel noise from a table of fixed seed, read from random places: drawing it anew costs more than a step."""
+
+    SIZE = 1 << 20
+
+    def __init__(self, seed: int) -> None:
+        self._table = np.random.default_rng(seed).gumbel(size=self.SIZE).astype(np.float32)
+        self._rng = np.random.default_rng(seed)
+
+    def reseed(self, *key: int) -> None:
+        """What follows depends on ``key`` alone (and the table's seed)."""
+        self._rng = np.random.default_rng(key)
+
+    def gumbel(self, count: int) -> np.ndarray:
+        assert count <= self.SIZE // 2, f"{count} exchanges at once"
+        start = int(self._rng.integers(self.SIZE - count))
+        return self._table[start : start + count]
+
+    def some(self, count: int, size: int) -> np.ndarray:
+        """``size`` distinct random numbers below ``count``."""
+        return self._rng.permutation(count)[:size]
