@@ -1,0 +1,49 @@
+"""``epmoe-placement``: the command line of the placement optimiser."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from placement.cli import compare, convert, inspect, report, simulate, solve, validate
+from placement.errors import UserError
+
+DESCRIPTION = """\
+Decide which GPU holds which expert of a mixture-of-experts model, from recorded routing.
+
+  inspect a recording -> solve or compare -> report and simulate -> convert for your engine
+"""
+COMMANDS = (solve, compare, report, inspect, convert, validate, simulate)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="epmoe-placement",
+        description=DESCRIPTION,
+        epilog="`epmoe-placement COMMAND --help` shows examples. Errors of use exit with code 2.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"epmoe-placement {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""``epmoe-placement compare``: every method on the same tokens, one table."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from placement import methods
+from placement.cli import inputs
+from placement.cli.console import note, print_table, progress_line, require_writable, write_json
+from placement.cli.solve import add_solver_arguments, problem_of
+from placement.compare import FIGURES, Row, compare
+from placement.errors import UserError
+from placement.report import plot_frontier
+from placement.trace import join
+
+HELP = "run every method on the first part of the tokens and judge them on the rest"
+EXAMPLES = """\
+examples:
+  epmoe-placement compare --trace law.npz --gpus 8 --holdout 0.5 --json rows.json
+  epmoe-placement compare --trace law.npz --gpus 8 --method linear eplb joint --seconds 60
+  epmoe-placement compare --trace law.npz --nodes 2 --gpus-per-node 4 --redundant 1 --plot frontier.png
+
+All figures of the table are on held-out tokens and weigh tokens. Read load (tail) and locality or fan-out together:
+a plan without a load cap always looks good in the other two.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compare", help=HELP, description=HELP, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    inputs.add_trace_arguments(parser)
+    inputs.add_machine_arguments(parser)
+    inputs.add_slot_arguments(parser)
+    add_solver_arguments(parser, seconds=20.0)
+    parser.add_argument("--method", nargs="+", metavar="NAME", help="only these (default: all that apply)")
+    parser.add_argument("--holdout", type=inputs.share, default=0.5, help="share of sequences judged on (default 0.5)")
+    inputs.add_cost_arguments(parser)
+    parser.add_argument("--plot", metavar="FILE.png", help="draw tail against fan-out and locality")
+    parser.add_argument("--json", metavar="FILE", help="write the rows ('-': stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_writable(args.json, args.plot)
+    chosen = [methods.find(name) for name in args.method] if args.method else list(methods.METHODS.values())
+    if not args.holdout:
+        raise UserError("compare judges on tokens that no method has seen; give --holdout above 0")
+    topology = inputs.load_topology(args)
+    train, held = inputs.split_all(inputs.load_traces(args), args.holdout)
+    problem = problem_of(args, train, topology)
+    held_out = join(held, "held-out")
+    rows: list[Row] = []
+
+    def skip(name: str, reason: str) -> None:
+        note(f"{name} left out: {reason}")
+
+    for method in chosen:
+        with progress_line(method.name, problem.objective.maximise) as show:
+            rows += compare([method], replace(problem, progress=show), problem.train, held_out, skip)
+    if not rows:
+        raise UserError("no method could solve this; the notes say why")
+    content = [row.to_dict() for row in rows]
+    if args.json != "-":
+        _show(rows, problem.train.num_tokens, held_out.num_tokens, topology.ranks)
+    if args.plot:
+        title = f"{problem.shape.name}: {topology.ranks} GPUs, {held_out.num_tokens:,} held-out tokens"
+        _draw(content, args.plot, title)
+    if args.json:
+        write_json(args.json, content)
+    return 0
+
+
+def _show(rows: list[Row], train: int, held: int, gpus: int) -> None:
+    table = []
+    for row in rows:
+        solution, figures = row.solution, row.to_dict()["held_out"]
+        gap = None if solution.gap is None else f"{solution.gap:.1%}"
+        table.append(
+            [solution.method, *(figures[name] for name in FIGURES), solution.objective, solution.bound, gap]
+            + [solution.status, f"{solution.seconds:.2f}"]
+        )
+    name = rows[0].solution.objective_name
+    columns = ("method", "tail", "worst layer", "locality", "fan-out", "dispatch", "combine")
+    columns += (f"train {name}", "bound", "gap", "status", "seconds")
+    title = f"held-out figures on {gpus} GPUs ({train:,} tokens to solve, {held:,} to judge)"
+    print_table(title, columns, table, "tail: fullest GPU over mean; dispatch, combine: rows per token and layer")
+
+
+def _draw(content: list[dict], path: str, title: str) -> None:
+    try:
+        plot_frontier(content, path, title)
+    except (OSError, ValueError) as error:  # matplotlib names an unknown suffix by ValueError
+        raise UserError(f"cannot draw {path}: {error}; give a .png") from None
+    note(f"drawn: {path}")
