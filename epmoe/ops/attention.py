@@ -25,22 +25,32 @@ TILE_KEYS = 64
 
 @dataclass(frozen=True)
 class Group:
-    """n sequences of Q queries each that the CPU computes together, keys padded to S.
+    """n sequences of Q queries each that the CPU computes together, keys padded to S (whole blocks).
 
     Args:
         row_nQ: int64, rows of the queries among the step's tokens.
-        slot_nS: int64, cache slot of each key; past a sequence's end its first slot stands in (finite, and masked).
+        block_nP: int64, cache blocks of each sequence; past its end its first block stands in (finite, and masked).
+        stale: int64, those of the n * S gathered keys that nothing may have been written to.
         position_nQ: int64, position of each query.
     """
 
     row_nQ: torch.Tensor
-    slot_nS: torch.Tensor
+    block_nP: torch.Tensor
+    stale: torch.Tensor
     position_nQ: torch.Tensor
+    block_size: int
+
+    def gather(self, cache_HBSd: torch.Tensor) -> torch.Tensor:
+        """Keys and values ``[2, KVH, n, S, d]``; what is stale is zero, since memory never written may hold NaN."""
+        _, heads, _, _, d = cache_HBSd.shape
+        n, blocks = self.block_nP.shape
+        picked = cache_HBSd.flatten(0, 1).flatten(2).index_select(1, self.block_nP.flatten())
+        return picked.view(2, heads, -1, d).index_fill_(2, self.stale, 0).view(2, heads, n, blocks * self.block_size, d)
 
     @cached_property
     def hidden_nQS(self) -> torch.Tensor:
         """float32, minus infinity where a query may not look, else 0."""
-        keys_S = torch.arange(self.slot_nS.shape[1])
+        keys_S = torch.arange(self.block_nP.shape[1] * self.block_size)
         hidden = torch.zeros((*self.position_nQ.shape, len(keys_S)))
         return hidden.masked_fill_(keys_S > self.position_nQ[..., None], -torch.inf)
 
@@ -79,13 +89,19 @@ class AttentionBatch:
         numbers, starts = zip(*sequences)
         kv_len_n = torch.tensor([self.kv_lens[n] for n in numbers])
         query_Q = torch.arange(self.query_lens[numbers[0]])
-        key_nS = torch.arange(int(kv_len_n.max())).expand(len(numbers), -1)
-        key_nS = key_nS.where(key_nS < kv_len_n[:, None], 0)
-        block_nS = self.block_table_NP[list(numbers)].long().gather(1, key_nS // self.block_size)
+        used_n = -(-kv_len_n // self.block_size)
+        block_nP = self.block_table_NP[list(numbers), : int(used_n.max())].long()
+        inside = torch.arange(block_nP.shape[1]) < used_n[:, None]
+        key_nS = torch.arange(block_nP.shape[1] * self.block_size).expand(len(numbers), -1)
+        # The first block of a sequence stands in past its end: if even that is not full, all of it is stale there.
+        written_n = torch.where(used_n > 1, used_n * self.block_size, key_nS.shape[1])
+        stale_nS = (key_nS >= kv_len_n[:, None]) & (key_nS < written_n[:, None])
         return Group(
             row_nQ=torch.tensor(starts)[:, None] + query_Q,
-            slot_nS=block_nS * self.block_size + key_nS % self.block_size,
+            block_nP=block_nP.where(inside, block_nP[:, :1]),
+            stale=stale_nS.flatten().nonzero().flatten(),
             position_nQ=kv_len_n[:, None] - len(query_Q) + query_Q,
+            block_size=self.block_size,
         )
 
 
@@ -107,12 +123,11 @@ def paged_attention(
     """
     out_THd = torch.empty_like(q_THd)
     kv_heads, d = cache_HBSd.shape[1], cache_HBSd.shape[-1]
-    flat = cache_HBSd.flatten(2, 3)
     for group in batch.groups:
         n, Q = group.row_nQ.shape
         # Query heads of one key head become rows, so that keys are never repeated in memory: [KVH, n, G * Q, d].
         q = q_THd[group.row_nQ.flatten()].view(n, Q, kv_heads, -1, d).permute(2, 0, 3, 1, 4).flatten(2, 3)
-        k, v = flat.index_select(2, group.slot_nS.flatten()).view(2, kv_heads, *group.slot_nS.shape, d)
+        k, v = group.gather(cache_HBSd)
         rows = _attend_tiled(q, k, v, group, scale) if tiled else _attend(q, k, v, group, scale)
         rows = rows.view(kv_heads, n, -1, Q, d).permute(1, 3, 0, 2, 4)
         out_THd[group.row_nQ.flatten()] = rows.reshape(n * Q, -1, d)
