@@ -181,6 +181,7 @@ class EngineConfig:
         num_blocks: KV blocks of one rank; None sizes the cache from ``max_requests`` and free memory.
         threads: intra-op threads of one rank; None divides the cores among the ranks of a node.
         async_steps: prepare step n + 1 while the device runs step n.
+        record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
         plan: text of a plan file; None is the linear placement.
     """
 
@@ -199,6 +200,7 @@ class EngineConfig:
     threads: int | None = None
     seed: int = 0
     async_steps: bool = True
+    record_tokens: int = 0
     plan: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -217,6 +219,8 @@ class EngineConfig:
         for key in counts:
             if (value := getattr(self, key)) is not None and value < 1:
                 raise UserError(f"{key} is {value}; it must be at least 1")
+        if self.record_tokens < 0:
+            raise UserError(f"record_tokens is {self.record_tokens}; it must be at least 0 (nothing is recorded)")
         if self.max_requests > self.max_batch_tokens:
             raise UserError(
                 f"max_requests {self.max_requests} is above max_batch_tokens {self.max_batch_tokens}: a decode step"

@@ -25,7 +25,7 @@ from epmoe.engine.runner import Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import open_exchange
-from epmoe.trace import ExpertLoads
+from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.plan import Plan, linear_plan
 
 HEADER_FIELDS = 32
@@ -81,14 +81,16 @@ class Engine:
         exchange = open_exchange(comm, self.plan.max_slots, engine.combine)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
         num_blocks = size_cache(self.model, engine, dtype, int(free_memory(comm.device) * CACHE_SHARE))
-        self.pool = BlockPool(num_blocks, engine.block_size)
+        self.pool = BlockPool(num_blocks, engine.block_size, reuse_prefixes=not engine.record_tokens)
         self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)
         self.loads = ExpertLoads(len(self.model.moe_layers), self.model.num_experts, comm.device)
-        self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, self.loads)
+        self.recorder = self._open_recorder()
+        observe = observe_all([each for each in (self.loads, self.recorder) if each is not None])
+        self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
         self.idle = True
         self.stopping = False
         self.steps = self.forwards = 0
-        self.model_seconds = 0.0
+        self.model_seconds = self.step_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
 
     def step(self, messages: list[dict]) -> list[Output]:
@@ -97,6 +99,7 @@ class Engine:
         Args:
             messages: on rank 0 what is new since the last step; on other ranks empty.
         """
+        started = time.perf_counter()
         self.comm.at.step, self.comm.at.stage = self.steps, "agree"
         chunks = self.scheduler.schedule()
         headers, messages = self._agree(chunks, messages)
@@ -111,6 +114,8 @@ class Engine:
         outputs += self._apply(messages, headers)
         self.steps += 1
         self.idle = not messages and not any(header.unfinished for header in headers)
+        if launched is not None:
+            self.step_seconds += time.perf_counter() - started
         return outputs
 
     @property
@@ -124,6 +129,7 @@ class Engine:
             "load_LE": self.loads.load_LE.tolist(),
             "steps": self.steps,
             "forwards": self.forwards,
+            "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
             "preemptions": self.scheduler.preemptions,
             "free_blocks": self.pool.num_free,
@@ -132,6 +138,12 @@ class Engine:
         }
 
     # -- parts of a step ----------------------------------------------------------------------------------------
+
+    def _open_recorder(self) -> RoutingRecorder | None:
+        limit = self.engine.record_tokens
+        if not limit:
+            return None
+        return RoutingRecorder(self.model.moe_shape, self.engine.max_batch_tokens, limit, self.comm.device)
 
     def _agree(self, chunks: list[Chunk], messages: list[dict]) -> tuple[list[Header], list[dict]]:
         payload = msgpack.packb(messages) if messages else b""
@@ -151,13 +163,15 @@ class Engine:
     def _launch(self, chunks: list[Chunk]) -> Launched:
         started = time.perf_counter()
         launched = self.runner.launch(chunks)
+        if self.recorder is not None:
+            self.recorder.keep(chunks)
         self.forwards += 1
         self.model_seconds += time.perf_counter() - started
         return launched
 
     def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
         kept = self.scheduler.commit(chunks, launched.tokens())
-        extra = launched.extra(chunks)
+        extra = launched.extra()
         return [Output(r.id, [token], r.finish_reason, extra.get(r.id)) for r, token in kept]
 
     def _apply(self, messages: list[dict], headers: list[Header]) -> list[Output]:

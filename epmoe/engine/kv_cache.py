@@ -19,8 +19,9 @@ from epmoe.engine.request import Request
 class BlockPool:
     """Which blocks are held, shared, and free on one rank."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, reuse_prefixes: bool = True) -> None:
         self.block_size = block_size
+        self.reuse_prefixes = reuse_prefixes
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
@@ -57,6 +58,8 @@ class BlockPool:
 
     def hold_prefix(self, request: Request) -> list[int]:
         """Take a hold on the cached blocks of the longest known prefix; at least one token is left to compute."""
+        if not self.reuse_prefixes:
+            return []
         self._hash_blocks(request, (request.known - 1) // self.block_size)
         held = []
         for digest in request.block_hashes[: (request.known - 1) // self.block_size]:
@@ -71,6 +74,8 @@ class BlockPool:
 
     def publish(self, request: Request) -> None:
         """Let others share the request's full blocks (tokens known, keys and values written)."""
+        if not self.reuse_prefixes:
+            return
         full = min(request.computed, request.known) // self.block_size
         self._hash_blocks(request, full)
         for block, digest in zip(request.blocks[:full], request.block_hashes):

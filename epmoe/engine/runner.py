@@ -14,20 +14,44 @@ from epmoe.ops.sampling import SampleRow, noise_key, sample
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities by the model (before temperature and penalties) for J drawn tokens, on the device.
+
+    ``rank_J`` counts from 1 for the likeliest token; ``top_JC`` and ``top_id_JC`` are the likeliest ones in order, of
+    which request ``ids[j]`` asked for ``counts[j]``.
+    """
+
+    ids: list[int]
+    counts: list[int]
+    chosen_J: torch.Tensor
+    rank_J: torch.Tensor
+    top_JC: torch.Tensor
+    top_id_JC: torch.Tensor
+
+    def by_request(self) -> dict[int, dict]:
+        """``{"logprob", "rank", "top": [[id, log-probability], ...]}`` by request id; waits for the device."""
+        columns = (self.chosen_J, self.rank_J, self.top_JC, self.top_id_JC)
+        rows = zip(self.ids, self.counts, *(column.tolist() for column in columns))
+        return {
+            number: {"logprob": chosen, "rank": rank, "top": list(zip(top_ids[:count], top[:count]))}
+            for number, count, chosen, rank, top, top_ids in rows
+        }
+
+
+@dataclass(frozen=True)
 class Launched:
     """A step under way: ``token_N`` are the draws of its sampling chunks, in order, on the device."""
 
     token_N: torch.Tensor
-    top_logprobs: list[dict | None]
+    logprobs: Logprobs | None = None
 
     def tokens(self) -> list[int]:
         """The drawn tokens; waits for the device."""
         return self.token_N.tolist()
 
-    def extra(self, chunks: list[Chunk]) -> dict[int, dict]:
+    def extra(self) -> dict[int, dict]:
         """Log-probabilities by request id, for the requests that asked for them."""
-        ids = [chunk.request.id for chunk in chunks if chunk.samples]
-        return {i: top for i, top in zip(ids, self.top_logprobs) if top is not None}
+        return self.logprobs.by_request() if self.logprobs is not None else {}
 
 
 class Runner:
@@ -42,7 +66,7 @@ class Runner:
         logits_NV = self.decoder.forward(batch, self.cache, self.observe)
         drawing = [chunk for chunk in chunks if chunk.samples]
         if not drawing:
-            return Launched(torch.empty(0, dtype=torch.int64), [])
+            return Launched(torch.empty(0, dtype=torch.int64))
         device = self.cache.device
         rows = torch.tensor([chunk.request.row for chunk in drawing], device=device)
         unknown = torch.tensor([_unknown_output(chunk) for chunk in drawing], device=device)
@@ -111,18 +135,15 @@ def _sample_row(chunk: Chunk) -> SampleRow:
     )
 
 
-def _logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, drawing: list[Chunk]) -> list[dict | None]:
-    """Per row, for requests that ask: log-probabilities of the drawn token and of the likeliest ones (of the model,
-    before temperature and penalties)."""
-    out: list[dict | None] = [None] * len(drawing)
-    for i, chunk in enumerate(drawing):
-        count = chunk.request.params.logprobs
-        if count is None:
-            continue
-        logprob_V = logits_NV[i].float().log_softmax(-1)
-        top = logprob_V.topk(count)
-        out[i] = {
-            "logprob": float(logprob_V[token_N[i]]),
-            "top": list(zip(top.indices.tolist(), top.values.tolist())),
-        }
-    return out
+def _logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, drawing: list[Chunk]) -> Logprobs | None:
+    """For the requests that ask, on the device; ``None`` if nobody does."""
+    asked = {n: chunk.request.params.logprobs for n, chunk in enumerate(drawing)}
+    asked = {n: count for n, count in asked.items() if count is not None}
+    if not asked:
+        return None
+    row_J = torch.tensor(list(asked), device=logits_NV.device)
+    logprob_JV = logits_NV[row_J].float().log_softmax(-1)
+    chosen_J1 = logprob_JV.gather(1, token_N[row_J, None])
+    rank_J = (logprob_JV > chosen_J1).sum(-1) + 1
+    top = logprob_JV.topk(min(max(asked.values()), logprob_JV.shape[1]))
+    return Logprobs([drawing[n].request.id for n in asked], list(asked.values()), chosen_J1[:, 0], rank_J, *top)

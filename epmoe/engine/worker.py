@@ -6,6 +6,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
 
 IDLE_POLL_MS = 200
+TRACE_MESSAGE_BYTES = 8 << 20
 
 
 def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
@@ -59,8 +61,27 @@ def serve(engine: Engine, info: RankInfo) -> None:
         gained = engine.step(receive(requests, engine.idle) if requests is not None else [])
         if gained:
             send("tokens", items=[astuple(output) for output in gained])
+    for message in recorded_messages(engine):
+        send("trace", **message)
     send("stats", report={**engine.report(), "seconds": time.perf_counter() - started})
     context.destroy(linger=5000)
+
+
+def recorded_messages(engine: Engine) -> Iterator[dict]:
+    """What was recorded, in messages of bounded size: ``{"full", "sequences": [[id, token ids, expert ids]]}``.
+
+    Token ids are bytes of uint32 ``[T]``, expert ids of uint8 or uint16 ``[T, L, K]`` (see ``placement.trace``).
+    """
+    if engine.recorder is None:
+        return
+    sequences, size = [], 0
+    for number, token_T, ids_TLK in engine.recorder.sequences():
+        sequences.append([number, token_T.tobytes(), ids_TLK.tobytes()])
+        size += token_T.nbytes + ids_TLK.nbytes
+        if size >= TRACE_MESSAGE_BYTES:
+            yield {"full": engine.recorder.full, "sequences": sequences}
+            sequences, size = [], 0
+    yield {"full": engine.recorder.full, "sequences": sequences}
 
 
 def receive(requests: zmq.Socket, idle: bool) -> list[dict]:
