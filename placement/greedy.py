@@ -121,11 +121,15 @@ def single_slots_W(problem: Problem) -> np.ndarray:
 
 
 def plan_of_ranks(problem: Problem, rank_LE: np.ndarray) -> Plan:
-    """A plan from expert -> rank, its spare slots filled with replicas."""
-    slots = [
-        fill_spare(problem.shape, problem.slots_W, rank_E, load_E)
-        for rank_E, load_E in zip(rank_LE, problem.profile.load_LE)
-    ]
+    """A plan from expert -> rank, with a replica in each spare slot.
+
+    A rank's spare slots are those beyond its share of single copies, also where ``rank_LE`` gives it another number.
+    """
+    spare_W, E = problem.slots_W - single_slots_W(problem), problem.shape.num_experts
+    slots = []
+    for rank_E, load_E in zip(rank_LE, problem.profile.load_LE):
+        slots_W = np.minimum(np.bincount(rank_E, minlength=problem.ranks) + spare_W, E)
+        slots.append(fill_spare(problem.shape, slots_W, rank_E, load_E))
     return make_plan(problem.shape, problem.ranks, slots)
 
 
