@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 
 def weighted_sum_ref(
@@ -36,4 +40,70 @@ def weighted_sum_ref(
     return y_TD if add_TD is None else y_TD + add_TD
 
 
-weighted_sum = weighted_sum_ref
+@triton.jit
+def _weighted_sum_kernel(
+    rows_ptr,
+    index_ptr,
+    weight_ptr,
+    add_ptr,
+    y_ptr,
+    D,
+    J: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program makes BD columns of one token; the J loads are independent and stay in flight together."""
+    wait_for_inputs(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    acc = tl.zeros([BD], tl.float32)
+    for j in tl.static_range(J):
+        row = tl.load(index_ptr + t * J + j)
+        present = d < tl.where(row >= 0, D, 0)
+        part = tl.load(rows_ptr + row.to(tl.int64) * D + d, mask=present, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            # A skipped choice may carry any weight, also NaN.
+            part *= tl.where(row >= 0, tl.load(weight_ptr + t * J + j), 0.0)
+        acc += part
+    y = acc.to(y_ptr.dtype.element_ty)
+    if add_ptr is not None:
+        added = y.to(tl.float32) + tl.load(add_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
+        y = added.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + t * D + d, y, mask=d < D)
+
+
+def weighted_sum_triton(
+    rows_ND: torch.Tensor,
+    index_TJ: torch.Tensor,
+    weight_TJ: torch.Tensor | None = None,
+    add_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`weighted_sum_ref` in one kernel; each output is one program's, so its bits do not depend on other tokens."""
+    tokens, choices = index_TJ.shape
+    hidden = rows_ND.shape[1]
+    y_TD = rows_ND.new_empty((tokens, hidden))
+    if tokens and hidden:
+        columns = min(triton.next_power_of_2(hidden), 2048 if tokens >= 512 else 512)
+        _weighted_sum_kernel[(tokens, triton.cdiv(hidden, columns))](
+            rows_ND.contiguous(),
+            index_TJ.contiguous(),
+            None if weight_TJ is None else weight_TJ.contiguous(),
+            None if add_TD is None else add_TD.contiguous(),
+            y_TD,
+            hidden,
+            J=choices,
+            BD=columns,
+            num_warps=max(1, min(8, columns // 256)),
+            **pdl_options(rows_ND),
+        )
+    return y_TD
+
+
+def weighted_sum(
+    rows_ND: torch.Tensor,
+    index_TJ: torch.Tensor,
+    weight_TJ: torch.Tensor | None = None,
+    add_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`weighted_sum_ref`; the kernel on CUDA."""
+    return (weighted_sum_triton if rows_ND.is_cuda else weighted_sum_ref)(rows_ND, index_TJ, weight_TJ, add_TD)

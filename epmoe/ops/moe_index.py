@@ -6,6 +6,9 @@ Example, 3 rows, K = 2, 2 local slots, -1 = the choice lives elsewhere::
     offset_L1 = [0, 2, 5]                  slot 0 owns pairs 0..1, slot 1 owns pairs 2..4
     row_M     = [1, 2, 0, 1, 2, -]         row of each pair; the last entry is undefined
     pos_RK    = [[2, -1], [0, 3], [4, 1]]  pair of each choice
+
+With blocks of 2 pairs, the GEMM's schedule on the device is ``block_offset_L1 = [0, 1, 3]`` and
+``block_slot_B = [0, 1, 1, 2, ...]``: block 0 is slot 0's, blocks 1 and 2 are slot 1's, L marks the end.
 """
 
 from __future__ import annotations
@@ -13,6 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+
+from epmoe.ops.launch import pdl_options, wait_for_inputs
+
+SMALL_CHUNK, LARGE_CHUNK = 128, 1024
+ONE_KERNEL_PAIRS = 8192
+
+
+@dataclass(frozen=True)
+class BlockSchedule:
+    """Which slot each block of ``rows`` pairs belongs to; int32 on the device."""
+
+    rows: int
+    offset_L1: torch.Tensor
+    """First block of each slot; the last entry is the number of blocks."""
+    slot_B: torch.Tensor
+    """Slot of each block, L from the number of blocks on; its length bounds the number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,8 @@ class MoEIndex:
     """Row of each pair, ``[R * K]``; undefined from ``offset_L1[L]`` on."""
     pos_RK: torch.Tensor
     """Pair of each choice, -1 where the choice has no local slot."""
+    blocks: BlockSchedule | None = None
+    """Schedule of the grouped GEMMs; None on CPU."""
 
 
 def build_index_ref(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:
@@ -42,4 +65,161 @@ def build_index_ref(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:
     return MoEIndex(offset_L1, (order_N // max(slot_RK.shape[1], 1)).int(), pos_N.view(slot_RK.shape))
 
 
-build_index = build_index_ref
+def block_schedule_ref(offset_L1: torch.Tensor, rows: int, pairs: int) -> BlockSchedule:
+    """Blocks of ``rows`` pairs, none across two slots; ``pairs`` bounds ``offset_L1[L]``."""
+    count_L = offset_L1.diff()
+    num_slots = count_L.numel()
+    block_L = (count_L + rows - 1) // rows
+    first_L1 = torch.zeros_like(offset_L1)
+    first_L1[1:] = block_L.cumsum(0)
+    block_B = torch.arange(max_blocks(pairs, num_slots, rows), device=offset_L1.device)
+    slot_B = torch.searchsorted(first_L1[1:], block_B, right=True).int()
+    return BlockSchedule(rows, first_L1, slot_B)
+
+
+def max_blocks(pairs: int, num_slots: int, rows: int) -> int:
+    """The most blocks that ``pairs`` pairs can make: each active slot may own one short block."""
+    return pairs // rows + min(pairs, num_slots)
+
+
+def block_rows(pairs: int, num_slots: int) -> int:
+    """Rows of a GEMM tile for that many pairs: the mean per slot, rounded up to a power of two in 16..128."""
+    return min(max(triton.next_power_of_2(triton.cdiv(pairs, max(num_slots, 1))), 16), 128)
+
+
+@triton.jit
+def _histogram(slot_ptr, start, stop, L2: tl.constexpr, STEP: tl.constexpr):
+    """Pairs of each slot among pairs start..stop."""
+    count = tl.zeros([L2], tl.int32)
+    for at in range(start, stop, STEP):
+        i = at + tl.arange(0, STEP)
+        slot = tl.load(slot_ptr + i, mask=i < stop, other=-1)
+        count += tl.histogram(tl.maximum(slot, 0), L2, mask=slot >= 0)
+    return count
+
+
+@triton.jit
+def _count_kernel(slot_ptr, count_ptr, pairs, L2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """count[c, l]: pairs of slot l in chunk c."""
+    wait_for_inputs(PDL)
+    chunk = tl.program_id(0)
+    count = _histogram(slot_ptr, chunk * CHUNK, min(chunk * CHUNK + CHUNK, pairs), L2, CHUNK)
+    tl.store(count_ptr + chunk * L2 + tl.arange(0, L2), count)
+
+
+@triton.jit
+def _sum_counts(count_ptr, start, stop, L2: tl.constexpr):
+    total = tl.zeros([L2], tl.int32)
+    for chunk in range(start, stop, 16):
+        c = chunk + tl.arange(0, 16)[:, None]
+        total += tl.sum(tl.load(count_ptr + c * L2 + tl.arange(0, L2)[None, :], mask=c < stop, other=0), 0)
+    return total
+
+
+@triton.jit
+def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L: tl.constexpr, ROWS: tl.constexpr):
+    """The blocks' slots, shared among the programs, and program 0 the first block of each slot."""
+    l = tl.arange(0, count.shape[0])
+    block_end = tl.cumsum((count + ROWS - 1) // ROWS, 0)
+    if tl.program_id(0) == 0:
+        tl.store(block_offset_ptr, 0)
+        tl.store(block_offset_ptr + 1 + l, block_end, mask=l < L)
+    for start in range(tl.program_id(0) * 32, blocks, tl.num_programs(0) * 32):
+        b = start + tl.arange(0, 32)
+        slot = tl.sum(((block_end[None, :] <= b[:, None]) & (l < L)[None, :]).to(tl.int32), 1)
+        tl.store(block_slot_ptr + b, slot, mask=b < blocks)
+
+
+@triton.jit
+def _place_kernel(
+    slot_ptr,
+    count_ptr,
+    offset_ptr,
+    row_ptr,
+    pos_ptr,
+    block_offset_ptr,
+    block_slot_ptr,
+    pairs,
+    blocks,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    L2: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program c places the pairs of chunk c: first pair of the slot + earlier pairs of it (chunks, then this chunk).
+
+    Without ``count_ptr`` (few pairs) every program counts all pairs itself, which saves a kernel.
+    """
+    wait_for_inputs(PDL)
+    chunk = tl.program_id(0)
+    if count_ptr is None:
+        before = _histogram(slot_ptr, 0, min(chunk * CHUNK, pairs), L2, 1024)
+        count = before + _histogram(slot_ptr, chunk * CHUNK, pairs, L2, 1024)
+    else:
+        before = _sum_counts(count_ptr, 0, chunk, L2)
+        count = before + _sum_counts(count_ptr, chunk, tl.num_programs(0), L2)
+    end = tl.cumsum(count, 0)
+    l = tl.arange(0, L2)
+    if chunk == 0:
+        tl.store(offset_ptr, 0)
+        tl.store(offset_ptr + 1 + l, end, mask=l < L)
+    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, ROWS)
+
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    slot = tl.load(slot_ptr + i, mask=i < pairs, other=-1)
+    rank = tl.gather(end - count + before, tl.maximum(slot, 0), 0)
+    for start in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, pairs), STEP):
+        j = start + tl.arange(0, STEP)
+        other = tl.load(slot_ptr + j, mask=j < pairs, other=-1)
+        rank += tl.sum(((other[None, :] == slot[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    here = slot >= 0
+    tl.store(pos_ptr + i, tl.where(here, rank, -1), mask=i < pairs)
+    tl.store(row_ptr + rank, i // K, mask=here)
+
+
+def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None = None) -> MoEIndex:
+    """`build_index_ref` in one kernel (two from 8192 pairs on), with the schedule of blocks of ``rows`` pairs."""
+    slot_RK = slot_RK.contiguous()
+    pairs, device = slot_RK.numel(), slot_RK.device
+    rows = rows or block_rows(pairs, num_slots)
+    blocks = max_blocks(pairs, num_slots, rows)
+    fresh = torch.zeros if pairs == 0 else torch.empty
+    offset_L1, block_offset_L1 = fresh((2, num_slots + 1), dtype=torch.int32, device=device)
+    row_M, pos_RK = torch.empty(pairs, dtype=torch.int32, device=device), torch.empty_like(slot_RK)
+    slot_B = torch.empty(blocks, dtype=torch.int32, device=device)
+    if pairs:
+        small = pairs <= ONE_KERNEL_PAIRS
+        chunk = SMALL_CHUNK if small else LARGE_CHUNK
+        grid, bins = (triton.cdiv(pairs, chunk),), triton.next_power_of_2(num_slots + 1)
+        count = None if small else torch.empty((grid[0], bins), dtype=torch.int32, device=device)
+        options = pdl_options(slot_RK)
+        if not small:
+            _count_kernel[grid](slot_RK, count, pairs, L2=bins, CHUNK=chunk, **options)
+        _place_kernel[grid](
+            slot_RK,
+            count,
+            offset_L1,
+            row_M,
+            pos_RK,
+            block_offset_L1,
+            slot_B,
+            pairs,
+            blocks,
+            K=slot_RK.shape[1],
+            L=num_slots,
+            L2=bins,
+            CHUNK=chunk,
+            STEP=64 if small else 32,
+            ROWS=rows,
+            num_warps=4 if small else 8,
+            **options,
+        )
+    return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B))
+
+
+def build_index(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:
+    """`build_index_ref`; the kernels on CUDA."""
+    return (build_index_triton if slot_RK.is_cuda else build_index_ref)(slot_RK, num_slots)
