@@ -130,6 +130,6 @@ class Ranks:
                 process.send_signal(number)
 
     def _join_readers(self) -> None:
-        for reader, process in zip(self._readers, self._processes, strict=True):
+        for reader, process in zip(self._readers, self._processes):
             reader.join(0.5)
             process.stdin.close()

@@ -37,8 +37,10 @@ JOIN_S = 3600.0  # for the front's word: it may solve a placement first
 def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     """Be rank ``torchrun.rank`` of the command ``argv``; the exit code."""
     front, word = _start_front(torchrun, argv) if torchrun.rank == 0 else (None, None)
-    _drain_on_signals(front)
+    started = threading.Event()
+    _drain_on_signals(front, started)
     word = json.loads(_share(torchrun, None if front is None else _front_word(front, word)))
+    started.set()
     run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else tempfile.mkdtemp(prefix="epmoe-")
 
     about = {
@@ -105,8 +107,10 @@ def _end_with_front(front: subprocess.Popen) -> None:
         os._exit(code if code > 0 else 1)
 
 
-def _drain_on_signals(front: subprocess.Popen | None) -> None:
+def _drain_on_signals(front: subprocess.Popen | None, started: threading.Event) -> None:
     """Ctrl-C and SIGTERM reach every rank: the front drains, and a rank that is still there after a while ends.
+
+    Before the ranks have ``started`` there is nothing to drain, and they end at once.
 
     A thread acts on them, since the main thread may sit in a collective, where no Python handler runs.
     """
@@ -120,7 +124,7 @@ def _drain_on_signals(front: subprocess.Popen | None) -> None:
         number = os.read(read, 1)[0]
         if front is not None and front.poll() is None:
             front.send_signal(number)
-        time.sleep(DRAIN_S)
+        time.sleep(DRAIN_S if started.is_set() else 0)
         os._exit(128 + number)
 
     threading.Thread(target=act, daemon=True).start()
