@@ -14,7 +14,10 @@ from placement.errors import UserError
 if TYPE_CHECKING:
     from launch.session import Starting
 
-COMMANDS = {"generate": "continue prompts"}  # command -> help; the module launch/COMMAND.py has add_arguments and run
+COMMANDS = {  # command -> (module with add_arguments and run, help)
+    "generate": ("launch.generate", "continue prompts"),
+    "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
+}
 USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"
 
 
@@ -42,11 +45,11 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
 
 def _dispatch(argv: list[str], starting: Starting | None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, *(f"  {name:10} {text}" for name, text in COMMANDS.items()), sep="\n")
+        print(USAGE, *(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()), sep="\n")
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise UserError(f"command {argv[0]} is unknown; use {', '.join(COMMANDS)}")
-    module = importlib.import_module(f"launch.{argv[0]}")
+    module = importlib.import_module(COMMANDS[argv[0]][0])
     from launch.args import Parser
 
     parser = Parser(prog=f"epmoe {argv[0]}", description=module.__doc__, allow_abbrev=False)

@@ -10,6 +10,7 @@ from epmoe.config import EngineConfig, ModelConfig, check_engine
 from epmoe.engine.request import SamplingParams
 from launch.env import cores, has_gpu
 from launch.hub import resolve_model
+from launch.recording import RECORD_TOKENS
 from launch.session import Starting
 from placement.errors import UserError
 
@@ -22,6 +23,8 @@ SAMPLING = {  # option -> (SamplingParams field, type, help)
     "--repetition-penalty": ("repetition_penalty", float, "divides the logits of tokens seen before"),
     "--presence-penalty": ("presence_penalty", float, "subtracted from the logits of tokens generated before"),
     "--frequency-penalty": ("frequency_penalty", float, "the same, once for each time"),
+    "--n": ("n", int, "continuations of each prompt (default 1)"),
+    "--logprobs": ("logprobs", int, "log-probabilities of each token and of this many likeliest ones, in --json"),
     "--seed": ("seed", int, "makes sampling repeatable, whatever the batch and placement"),
 }
 ENGINE = {  # option -> (EngineConfig field, type, help)
@@ -47,6 +50,9 @@ class Parser(argparse.ArgumentParser):
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or a model's id on the hub")
     parser.add_argument("--ranks", type=int, help="number of rank processes (default 1; torchrun says it itself)")
+
+
+def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement", default="linear", help="linear, round-robin, greedy, auto, or a plan file (default linear)"
     )
@@ -76,6 +82,20 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams.from_dict(fields | _given(args, SAMPLING))
 
 
+def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record-trace", metavar="FILE", help="write the routing of this run's tokens there (.npz)")
+    add_record_tokens(parser)
+
+
+def add_record_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record-tokens",
+        type=int,
+        default=RECORD_TOKENS,
+        help=f"most tokens to record, over all ranks (default {RECORD_TOKENS})",
+    )
+
+
 def rank_count(args: argparse.Namespace) -> int:
     """W for ranks that are started here."""
     ranks = 1 if args.ranks is None else args.ranks
@@ -88,19 +108,29 @@ def engine_config(args: argparse.Namespace, starting: Starting) -> tuple[EngineC
     """The engine's and the model's configuration that the arguments ask for."""
     if args.ranks not in (None, starting.world):
         raise UserError(f"--ranks is {args.ranks}, torchrun started {starting.world} ranks; leave --ranks out")
-    folder = resolve_model(args.model)
-    model = ModelConfig.from_folder(folder)
-    settings = {**_settings_file(args.config), **_given(args, ENGINE), "model": str(folder), "ranks": starting.world}
-    settings.setdefault("device", "cuda" if has_gpu() else "cpu")
-    on_cpu = settings["device"] == "cpu"
+    settings = {**_settings_file(args.config), **_given(args, ENGINE)}
     if args.deterministic:
         settings["deterministic"] = True
+    if args.dtype is not None:
+        settings["dtype"] = args.dtype
+    return complete_settings(args.model, settings, starting, args.config or "engine config")
+
+
+def complete_settings(
+    name: str, settings: dict, starting: Starting, source: str = "engine config"
+) -> tuple[EngineConfig, ModelConfig]:
+    """The configurations of model ``name`` on the ranks of ``starting``; what is not set follows from the machine."""
+    folder = resolve_model(name)
+    model = ModelConfig.from_folder(folder)
+    settings = {**settings, "model": str(folder), "ranks": starting.world}
+    settings.setdefault("device", "cuda" if has_gpu() else "cpu")
+    on_cpu = settings["device"] == "cpu"
     settings.setdefault("combine", "exact" if on_cpu or settings.get("deterministic") else "reduce")
-    dtype = args.dtype or settings.get("dtype", "auto")
-    settings["dtype"] = ("float32" if on_cpu else model.dtype) if dtype == "auto" else dtype
+    if settings.setdefault("dtype", "auto") == "auto":
+        settings["dtype"] = "float32" if on_cpu else model.dtype
     settings.setdefault("threads", max(1, cores() // starting.local_world))
     settings.setdefault("max_model_len", _default_length(settings, model))
-    engine = EngineConfig.from_dict(settings, args.config or "engine config")
+    engine = EngineConfig.from_dict(settings, source)
     check_engine(engine, model)
     return engine, model
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from epmoe.config import EngineConfig
 from launch.completion import Completion
+from launch.recording import Recorded
 from placement.cost import compute_tail_L, evaluate
 from placement.plan import Plan, linear_plan
 from placement.trace import Trace
@@ -30,18 +31,19 @@ class RunReport:
     seconds: float
     ready: dict[int, dict]
     stats: dict[int, dict]
+    recorded: Recorded | None = None
 
 
 def summary(run: RunReport) -> str:
     """Lines for people."""
     engine = run.engine
     new = sum(len(c.token_ids) for c in run.completions)
-    old = sum(len(c.prompt_token_ids) for c in run.completions)
+    prompts = [c.prompt_token_ids for c in run.completions if c.index == 0]
     load_WLE = np.array([run.stats[rank]["load_LE"] for rank in range(engine.ranks)])
     load_LW = served_LW(load_WLE, run.plan)
     mode = "deterministic" if engine.deterministic else "not deterministic"
     lines = [
-        f"{len(run.completions)} prompts ({old} tokens), {new} new tokens in {run.seconds:.2f} s:"
+        f"{len(prompts)} prompts ({sum(map(len, prompts))} tokens), {new} new tokens in {run.seconds:.2f} s:"
         f" {new / max(run.seconds, 1e-9):.1f} tokens/s",
         f"{engine.ranks} ranks, {engine.device}, {engine.dtype}, {mode}, {engine.threads} threads a rank;"
         f" combine {COMBINE[engine.combine]}",
@@ -89,10 +91,14 @@ def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:
         count for rank, report in run.stats.items() for to, count in enumerate(report["sent_rows"]) if to != rank
     )
     lines = [f"remote rows per token and layer of this run: {sent / max(1, cells):.3f}"]
+    on = []
+    if run.recorded is not None:
+        on.append(("on this run's trace, from its homes", run.recorded.trace, run.recorded.homes))
     if run.trace is not None:
+        on.append(("on the trace", run.trace, None))
+    for what, trace, homes in on:
         before, after = (
-            evaluate(plan, run.trace, combine=run.engine.combine).dispatch_rows
-            for plan in (linear_plan(shape, run.plan.ranks), run.plan)
+            evaluate(plan, trace, homes=homes).dispatch_rows for plan in (linear_plan(shape, run.plan.ranks), run.plan)
         )
-        lines.append(f"remote rows per token and layer on the trace: {before:.3f} linear -> {after:.3f} this placement")
+        lines.append(f"remote rows per token and layer {what}: {before:.3f} linear -> {after:.3f} this placement")
     return lines

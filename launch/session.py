@@ -66,6 +66,7 @@ class Session:
         self._events: list[Event] = []
         self.ready: dict[int, dict] = {}
         self.stats: dict[int, dict] = {}
+        self.recorded: list[dict] = []  # the ranks' ``trace`` messages
         try:
             self._front = Front(self.run_dir, starting.interface)
             self._ranks = starting.start(self.run_dir, self._front.addresses, engine, say)
@@ -79,11 +80,11 @@ class Session:
             self._pump(POLL_S)
         return self.ready
 
-    def add(self, prompt: list[int], params: dict) -> int:
-        """Queue a request; its id."""
+    def add(self, prompt: list[int], params: dict, sample: int = 0) -> int:
+        """Queue a request, ``sample`` of its prompt's ``n``; its id."""
         id_ = self._next_id
         self._next_id += 1
-        self._front.send({"op": "add", "id": id_, "prompt": prompt, "params": params})
+        self._front.send({"op": "add", "id": id_, "prompt": prompt, "params": params, "sample": sample})
         return id_
 
     def abort(self, id_: int) -> None:
@@ -102,22 +103,28 @@ class Session:
         self._front.send({"op": "stop"})
         deadline = time.monotonic() + END_S
         while len(self.stats) < self.world:
-            self._pump(POLL_S, ending=True)
+            if self._pump(POLL_S, ending=True):
+                deadline = time.monotonic() + END_S
             if time.monotonic() > deadline:
                 missing = min(set(range(self.world)) - self.stats.keys())
                 raise RankFailure(missing, f"gave no statistics within {END_S:g} s of the end")
         self._ranks.finish(END_S)
         return self.stats
 
-    def _pump(self, seconds: float, ending: bool = False) -> None:
-        for message in self._front.receive(seconds):
+    def _pump(self, seconds: float, ending: bool = False) -> bool:
+        """Sort what the ranks sent; whether there was anything."""
+        messages = self._front.receive(seconds)
+        for message in messages:
             if message["op"] == "tokens":
                 self._events.extend(Event(*item) for item in message["items"])
             elif message["op"] == "ready":
                 self.ready[message["rank"]] = message["report"]
             elif message["op"] == "stats":
                 self.stats[message["rank"]] = message["report"]
+            elif message["op"] == "trace":
+                self.recorded.append(message)
         self._ranks.check(ending)
+        return bool(messages)
 
     def close(self) -> None:
         """End everything at once; harmless after :meth:`stop`."""

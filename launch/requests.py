@@ -1,0 +1,82 @@
+"""Requests under way on a session: what the ranks send reaches its completion, whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from epmoe.engine.request import SamplingParams
+from launch.completion import Completion
+from launch.session import POLL_S, Session
+
+
+@dataclass(frozen=True)
+class Gain:
+    """New tokens of a request; ``ended``: its ranks are done with it."""
+
+    id: int
+    completion: Completion
+    tokens: int
+    ended: bool
+
+
+class Requests:
+    """Completions by request id.  Any thread may call any method; one at a time reads from the ranks for all.
+
+    ``run_tokens`` is kept for every request ever made if ``keep_lengths`` (see :meth:`lengths`).
+    """
+
+    def __init__(self, session: Session, keep_lengths: bool = False) -> None:
+        self.session = session
+        self._live: dict[int, Completion] = {}
+        self._lengths: dict[int, int] = {}
+        self._keep_lengths = keep_lengths
+        self._lock = threading.Lock()
+
+    def submit(self, completion: Completion, params: SamplingParams) -> int:
+        """Send a request; its id."""
+        with self._lock:
+            number = self.session.add(completion.prompt_token_ids, params.to_dict(), completion.index)
+            self._live[number] = completion
+        return number
+
+    def abort(self, number: int) -> None:
+        """Ask the ranks to end a request; nothing happens if they have."""
+        with self._lock:
+            if number in self._live:
+                self.session.abort(number)
+
+    def abort_all(self) -> None:
+        for number in list(self._live):
+            self.abort(number)
+
+    def advance(self) -> list[Gain]:
+        """Hand out what has come, after a short wait at most.
+
+        Raises:
+            RankFailure: a rank failed; all are ended then.
+        """
+        if not self._lock.acquire(timeout=POLL_S):  # another thread reads, for this one too
+            return []
+        try:
+            return [gain for event in self.session.events() if (gain := self._take(event)) is not None]
+        finally:
+            self._lock.release()
+
+    def lengths(self) -> dict[int, int]:
+        """Tokens of each request that its user's result accounts for (see :attr:`Completion.run_tokens`)."""
+        return {**self._lengths, **{number: completion.run_tokens for number, completion in self._live.items()}}
+
+    def _take(self, event) -> Gain | None:
+        completion = self._live.get(event.id)
+        if completion is None:
+            return None
+        before = len(completion.token_ids)
+        if completion.take(event.token_ids, event.finish_reason, event.extra):
+            self.session.abort(event.id)
+        ended = event.finish_reason is not None
+        if ended:
+            del self._live[event.id]
+            if self._keep_lengths:
+                self._lengths[event.id] = completion.run_tokens
+        return Gain(event.id, completion, len(completion.token_ids) - before, ended)
