@@ -249,10 +249,12 @@ def _rank_index(hit_TW: torch.Tensor) -> torch.Tensor:
 
 def _pack(columns: list[torch.Tensor]) -> torch.Tensor:
     """Rows of several tensors side by side as bytes, padded to 16 so that any dtype can be viewed in place."""
-    parts = [c.contiguous().view(torch.uint8) for c in columns]
-    width = sum(p.shape[1] for p in parts)
-    parts.append(parts[0].new_zeros((parts[0].shape[0], -width % 16)))
-    return torch.cat(parts, 1)
+    widths = [(column.dtype, column.shape[1]) for column in columns]
+    size = sum(width * dtype.itemsize for dtype, width in widths)
+    buffer = torch.zeros((len(columns[0]), size + -size % 16), dtype=torch.uint8, device=columns[0].device)
+    for view, column in zip(_unpack(buffer, widths), columns):
+        view.copy_(column)
+    return buffer
 
 
 def _unpack(buffer: torch.Tensor, widths: list[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
