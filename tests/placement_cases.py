@@ -1,10 +1,13 @@
 """Small random traces and plans for the placement tests, each from a seed."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from placement.cost import evaluate
-from placement.plan import MoEShape, Plan, make_plan
+from placement.plan import MoEShape, Plan, make_plan, plan_from_ranks
+from placement.solution import objective_value
 from placement.trace import Trace
 
 
@@ -48,3 +51,22 @@ def require_whole(problem, solution) -> None:
     assert solution.objective == pytest.approx(getattr(costs, problem.objective.name), rel=1e-9)
     assert solution.status in ("optimal", "feasible")
     assert solution.plan.made_by == solution.method
+
+
+def best_by_brute_force(problem, caps_L: np.ndarray) -> float:
+    """The best objective over every plan without replicas that keeps the caps, by trying all of them."""
+    E, W, L = problem.shape.num_experts, problem.ranks, problem.shape.num_layers
+    states = [
+        s
+        for s in itertools.product(range(W), repeat=E)
+        if np.bincount(s, minlength=W).tolist() == problem.slots_W.tolist()
+    ]
+    fair_L = problem.profile.load_LE.sum(1) / problem.topology.speed_W.sum()
+    allowed = []
+    for layer in range(L):
+        load_E = problem.profile.load_LE[layer]
+        slowest = [(np.bincount(s, load_E, W) / problem.topology.speed_W).max() for s in states]
+        allowed.append([s for s, t in zip(states, slowest) if t <= caps_L[layer] * fair_L[layer] * (1 + 1e-9)])
+    plans = (plan_from_ranks(problem.shape, W, np.array(rows)) for rows in itertools.product(*allowed))
+    values = [objective_value(problem, plan) for plan in plans]
+    return max(values) if problem.objective.maximise else min(values)
