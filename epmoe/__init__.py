@@ -16,3 +16,24 @@ Home rank: the rank that owns a request's KV cache.  Slot: a place for one exper
 several slots, on distinct ranks.  Row: one hidden vector on the wire.  Fan-out: the number of distinct ranks a
 token's K experts live on.  Maps are named by direction: ``slot_expert`` is slot -> expert.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["LLM", "RankFailure", "SamplingParams", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    """The Python API on first use: ranks import this package and must not load it."""
+    if name == "LLM":
+        from launch.llm import LLM as found
+    elif name == "RankFailure":
+        from launch.failure import RankFailure as found
+    elif name == "SamplingParams":
+        from epmoe.engine.request import SamplingParams as found
+    elif name == "UserError":
+        from placement.errors import UserError as found
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found

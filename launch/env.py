@@ -6,6 +6,7 @@ The only file that reads ``os.environ``.
 from __future__ import annotations
 
 import os
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def child_environment(threads: int) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
     if not has_gpu():
         kept.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine listen on the loopback only
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # a source tree, found by sys.path
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))
     return kept | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 

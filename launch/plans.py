@@ -12,7 +12,9 @@ BY_SHAPE = {"linear": linear_plan, "round-robin": round_robin_plan}
 FROM_TRACE = ("greedy", "auto")
 
 
-def choose_plan(placement: str, trace_path: str | None, shape: MoEShape, ranks: int) -> tuple[Plan, Trace | None]:
+def choose_plan(
+    placement: str | Path | Plan, trace_path: str | Path | None, shape: MoEShape, ranks: int
+) -> tuple[Plan, Trace | None]:
     """The plan that ``--placement`` and ``--trace`` ask for, and the trace; both fit the model."""
     trace = None
     if trace_path is not None:
@@ -24,17 +26,22 @@ def choose_plan(placement: str, trace_path: str | None, shape: MoEShape, ranks: 
         if trace is None:
             raise UserError(f"placement {placement} is solved from recorded routing; give it with --trace FILE.npz")
         return _solve(placement, trace, shape, ranks), trace
-    return _load(placement, shape, ranks), trace
+    if isinstance(placement, Plan):
+        return _fitting(placement, "placement", shape, ranks), trace
+    return _load(str(placement), shape, ranks), trace
 
 
 def _load(placement: str, shape: MoEShape, ranks: int) -> Plan:
     if not Path(placement).exists() and not placement.endswith(".json"):
         names = ", ".join([*BY_SHAPE, *FROM_TRACE])
         raise UserError(f"placement {placement} is unknown; use {names}, or a plan file")
-    plan = Plan.load(placement)
-    shape.require_same(plan.shape, "the model", f"plan {placement}")
+    return _fitting(Plan.load(placement), f"plan {placement}", shape, ranks)
+
+
+def _fitting(plan: Plan, source: str, shape: MoEShape, ranks: int) -> Plan:
+    shape.require_same(plan.shape, "the model", source)
     if plan.ranks != ranks:
-        raise UserError(f"plan {placement} is for {plan.ranks} ranks, this run has {ranks}; solve it for {ranks}")
+        raise UserError(f"{source} is for {plan.ranks} ranks, this run has {ranks}; solve it for {ranks}")
     return with_shape(plan, shape)
 
 

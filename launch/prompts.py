@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from placement.errors import UserError
@@ -61,6 +62,27 @@ def _from_json(where: str, line: str) -> Prompt:
     if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise UserError(f"{where}: prompt_token_ids must be a list of whole numbers of at least 0")
     return Prompt(None, tuple(ids), where)
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """One or several prompts as Python callers write them: a string, token ids, or an object with either key."""
+    many = isinstance(prompts, (list, tuple)) and not (prompts and all(isinstance(i, Integral) for i in prompts))
+    return [_as_prompt(prompt, f"prompt {number}") for number, prompt in enumerate(prompts if many else [prompts])]
+
+
+def _as_prompt(value: object, where: str) -> Prompt:
+    if isinstance(value, dict):
+        given = [key for key in KEYS if value.get(key) is not None]
+        if len(given) != 1 or set(value) - set(KEYS):
+            raise UserError(f"{where} has the keys {sorted(value)}; give either prompt or prompt_token_ids")
+        value = value[given[0]]
+        if isinstance(value, str) != (given[0] == "prompt"):
+            raise UserError(f"{where}: {given[0]} is {type(value).__name__}; prompt is text, prompt_token_ids a list")
+    if isinstance(value, str):
+        return Prompt(value, None, where)
+    if isinstance(value, (list, tuple)) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in value):
+        return Prompt(None, tuple(int(i) for i in value), where)
+    raise UserError(f"{where} is {type(value).__name__}; give a string, a list of token ids, or an object with either")
 
 
 def write_results(path: str, results: list[dict]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 from epmoe.engine.request import SamplingParams
 from launch.completion import Completion
 from launch.session import POLL_S, Session
+from placement.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Gain:
 class Requests:
     """Completions by request id.  Any thread may call any method; one at a time reads from the ranks for all.
 
-    ``run_tokens`` is kept for every request ever made if ``keep_lengths`` (see :meth:`lengths`).
+    With ``keep_lengths`` the length of every request is kept after its end (see :meth:`lengths`).
     """
 
     def __init__(self, session: Session, keep_lengths: bool = False) -> None:
@@ -32,23 +34,22 @@ class Requests:
         self._lengths: dict[int, int] = {}
         self._keep_lengths = keep_lengths
         self._lock = threading.Lock()
+        self._aborts: deque[int] = deque()
+        self._closed = False
 
     def submit(self, completion: Completion, params: SamplingParams) -> int:
         """Send a request; its id."""
         with self._lock:
+            self._require_open()
             number = self.session.add(completion.prompt_token_ids, params.to_dict(), completion.index)
             self._live[number] = completion
+        self._send_aborts()
         return number
 
     def abort(self, number: int) -> None:
         """Ask the ranks to end a request; nothing happens if they have."""
-        with self._lock:
-            if number in self._live:
-                self.session.abort(number)
-
-    def abort_all(self) -> None:
-        for number in list(self._live):
-            self.abort(number)
+        self._aborts.append(number)
+        self._send_aborts()
 
     def advance(self) -> list[Gain]:
         """Hand out what has come, after a short wait at most.
@@ -59,13 +60,45 @@ class Requests:
         if not self._lock.acquire(timeout=POLL_S):  # another thread reads, for this one too
             return []
         try:
+            self._require_open()
             return [gain for event in self.session.events() if (gain := self._take(event)) is not None]
         finally:
             self._lock.release()
+            self._send_aborts()
+
+    def stop(self) -> None:
+        """Abort what is under way and let the ranks report and end."""
+        self._aborts.extend(list(self._live))
+        self._send_aborts()
+        with self._lock:
+            self.session.stop()
+
+    def close(self) -> None:
+        """End the ranks at once."""
+        with self._lock:
+            self._closed = True
+            self.session.close()
 
     def lengths(self) -> dict[int, int]:
         """Tokens of each request that its user's result accounts for (see :attr:`Completion.run_tokens`)."""
         return {**self._lengths, **{number: completion.run_tokens for number, completion in self._live.items()}}
+
+    def _send_aborts(self) -> None:
+        """Never waits: a forgotten stream may be collected, and abort, while its own thread holds the lock.
+
+        Whoever holds the lock comes here once it is free.
+        """
+        while self._aborts and self._lock.acquire(blocking=False):
+            try:
+                number = self._aborts.popleft()
+                if number in self._live and not self._closed:
+                    self.session.abort(number)
+            finally:
+                self._lock.release()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UserError("the ranks have been ended; open a new LLM")
 
     def _take(self, event) -> Gain | None:
         completion = self._live.get(event.id)
