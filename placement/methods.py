@@ -1,4 +1,7 @@
-"""Every solver by name. Modules are imported when a method is first used, so that naming them costs nothing."""
+"""Every solver by name, and the objectives that people ask for.
+
+Solvers are imported when they are first used: to list the methods costs nothing, and pulp loads only for MoETuner.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from placement import solution
 from placement.errors import UserError
-from placement.solution import Problem, Solution
+from placement.solution import Objective, Problem, Solution
+
+# Ranks a token reaches in a layer, and how much of its path stays on one: a share of 0.25 counts as much as a rank.
+MIXED = Objective("mixed", terms=(("fan_out", 1.0), ("locality", -4.0)))
+OBJECTIVES = {**solution.OBJECTIVES, MIXED.name: MIXED}
 
 
 @dataclass(frozen=True)
 class Method:
-    """``options`` are passed to the solver; ``searches`` says that more time may give a better plan."""
+    """``options`` are keyword arguments of the solver; ``searches``: more time may give a better plan."""
 
     name: str
     module: str
@@ -28,15 +36,34 @@ class Method:
         return getattr(importlib.import_module(self.module), self.function)
 
 
+def solve_moetuner_sum(problem: Problem) -> Solution:
+    """MoETuner with the sum of all link times in place of each layer's heaviest."""
+    from placement.ilp import MoETunerOptions, solve_moetuner
+
+    return solve_moetuner(problem, MoETunerOptions(objective="sum"))
+
+
 METHODS = {
     m.name: m
     for m in (
         Method("linear", "placement.greedy", "solve_linear", "contiguous runs: what engines do without a plan"),
-        Method("round-robin", "placement.greedy", "solve_round_robin", "experts dealt to the ranks in turn"),
+        Method("round-robin", "placement.greedy", "solve_round_robin", "experts dealt to the GPUs in turn"),
         Method("random", "placement.greedy", "solve_random", "a random deal in every layer"),
-        Method("lpt", "placement.greedy", "solve_lpt", "hottest expert to the least loaded rank"),
+        Method("lpt", "placement.greedy", "solve_lpt", "hottest expert to the least loaded GPU"),
         Method("lpt-swap", "placement.greedy", "solve_lpt_swap", "lpt, then exchanges until none evens the load"),
-        Method("eplb", "placement.eplb", "solve_eplb", "DeepSeek's EPLB, global policy, replicas on distinct ranks"),
+        Method("eplb", "placement.eplb", "solve_eplb", "DeepSeek's EPLB, global; replicas on distinct GPUs"),
+        Method(
+            "eplb-hierarchical",
+            "placement.eplb",
+            "solve_eplb",
+            "EPLB, groups of experts on nodes first",
+            options=(("policy", "hierarchical"),),
+        ),
+        Method("two-stage", "placement.two_stage", "solve_two_stage", "even loads, then clusters follow the tokens"),
+        Method("moetuner", "placement.ilp", "solve_moetuner", "MoETuner's two integer programs, min-max", True),
+        Method("moetuner-sum", "placement.methods", "solve_moetuner_sum", "the same, sum of link times", True),
+        Method("exact", "placement.exact", "solve_exact", "a proven optimum, where structure allows one", True),
+        Method("joint", "placement.joint", "solve_joint", "load cap, fan-out and locality together", True),
     )
 }
 DEFAULT = "joint"

@@ -9,11 +9,12 @@ from placement import methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
 from placement.cli.solve import add_solver_arguments, problem_of
-from placement.compare import FIGURES, Row, compare
+from placement.compare import FIGURES, Row, compare, problem_bound
 from placement.errors import UserError
 from placement.report import plot_frontier
 from placement.trace import join
 
+BOUND_SECONDS = 4.0  # about the time of the bound that all methods share
 HELP = "run every method on the first part of the tokens and judge them on the rest"
 EXAMPLES = """\
 examples:
@@ -37,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--method", nargs="+", metavar="NAME", help="only these (default: all that apply)")
     parser.add_argument("--holdout", type=inputs.share, default=0.5, help="share of sequences judged on (default 0.5)")
     inputs.add_cost_arguments(parser)
-    parser.add_argument("--plot", metavar="FILE.png", help="draw tail against fan-out and locality")
+    parser.add_argument("--plot", type=inputs.picture, metavar="FILE.png", help="draw tail against the others")
     parser.add_argument("--json", metavar="FILE", help="write the rows ('-': stdout)")
     parser.set_defaults(run=run)
 
@@ -56,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
     def skip(name: str, reason: str) -> None:
         note(f"{name} left out: {reason}")
 
+    bound = problem_bound(problem, BOUND_SECONDS)
     for method in chosen:
-        with progress_line(method.name, problem.objective.maximise) as show:
-            rows += compare([method], replace(problem, progress=show), problem.train, held_out, skip)
+        with progress_line(method.name) as show:
+            rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
     if not rows:
         raise UserError("no method could solve this; the notes say why")
     content = [row.to_dict() for row in rows]
@@ -91,6 +93,6 @@ def _show(rows: list[Row], train: int, held: int, gpus: int) -> None:
 def _draw(content: list[dict], path: str, title: str) -> None:
     try:
         plot_frontier(content, path, title)
-    except (OSError, ValueError) as error:  # matplotlib names an unknown suffix by ValueError
-        raise UserError(f"cannot draw {path}: {error}; give a .png") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give another path") from None
     note(f"drawn: {path}")

@@ -80,7 +80,7 @@ def require_writable(*paths: str | None) -> None:
 
 
 @contextmanager
-def progress_line(label: str, maximise: bool) -> Iterator[Progress]:
+def progress_line(label: str) -> Iterator[Progress]:
     """Yields the callback of a solver: the best objective, the bound and the gap so far, on one line of stderr."""
     from rich.console import Console
 

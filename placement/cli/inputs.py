@@ -125,6 +125,12 @@ def bandwidth(text: str) -> float:
     return value
 
 
+def picture(text: str) -> str:
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture's name; end it in .png, .svg or .pdf")
+    return text
+
+
 def numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]

@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     inputs.add_machine_arguments(parser)
     inputs.add_cost_arguments(parser)
     parser.add_argument("--solution", metavar="FILE", help="JSON of `solve --json`, for the objective over time")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw loads, traffic and progress")
+    parser.add_argument("--plot", type=inputs.picture, metavar="FILE.png", help="draw loads, traffic and progress")
     parser.add_argument("--json", metavar="FILE", help="write all figures and arrays ('-': stdout)")
     parser.set_defaults(run=run)
 
@@ -83,8 +83,8 @@ def _solution(path: str) -> dict:
 def _draw(report: Report, path: str, solution: dict | None) -> None:
     try:
         plot_report(report, path, solution)
-    except (OSError, ValueError) as error:  # matplotlib names an unknown suffix by ValueError
-        raise UserError(f"cannot draw {path}: {error}; give a .png") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give another path") from None
     note(f"drawn: {path}")
 
 

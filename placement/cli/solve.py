@@ -8,10 +8,10 @@ from dataclasses import replace
 from placement import cost, methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
-from placement.compare import FIGURES
+from placement.compare import FIGURES, problem_bound, with_bound
 from placement.errors import UserError
 from placement.plan import Plan
-from placement.solution import OBJECTIVES, Problem, Solution, make_problem
+from placement.solution import Problem, Solution, make_problem
 from placement.trace import Trace, join
 
 HELP = "decide which GPU holds which expert"
@@ -60,7 +60,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def add_solver_arguments(parser: argparse.ArgumentParser, seconds: float = 10.0) -> None:
     group = parser.add_argument_group("solver")
     group.add_argument(
-        "--objective", choices=sorted(OBJECTIVES), help="what is optimised (default: locality; compute_tail for loads)"
+        "--objective",
+        choices=sorted(methods.OBJECTIVES),
+        metavar="NAME",
+        help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, fan-out - 4 locality; compute_tail for loads)",
     )
     group.add_argument(
         "--cap", type=cap, default=1.05, metavar="X", help="most load of a GPU over the mean, or none (default 1.05)"
@@ -91,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
     problem = problem_of(args, train, topology, old_plan=_old_plan(args, train))
-    with progress_line(method.name, problem.objective.maximise) as show:
+    with progress_line(method.name) as show:
         solution = method(replace(problem, progress=show))
+    if solution.bound is None:
+        solution = with_bound(solution, problem, problem_bound(problem, args.seconds / 2))
     result = describe(solution, problem, held)
     if args.output:
         _save(solution.plan, args.output)
@@ -109,7 +114,7 @@ def problem_of(args: argparse.Namespace, train, topology, **extra) -> Problem:
     return make_problem(
         train,
         topology,
-        objective=args.objective or ("compute_tail" if loads_only else "locality"),
+        objective=methods.OBJECTIVES[args.objective or ("compute_tail" if loads_only else methods.MIXED.name)],
         slots=args.slots,
         redundant=args.redundant,
         cap=args.cap,
