@@ -13,19 +13,34 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from placement.cost import compute_tail_L
+from placement.eplb import eplb_node
 from placement.greedy import lpt_swap, single_slots_W
-from placement.layout import LayerLimits, Layout, chain_data, draw_sample, plan_of
+from placement.layout import (
+    LayerLimits,
+    Layout,
+    Sample,
+    chain_data,
+    draw_sample,
+    home_weights,
+    item_loads,
+    layout_of,
+    plan_of,
+)
 from placement.moves import Heat, LayerSearch
+from placement.plan import Plan, make_plan
+from placement.replicate import LayerTokens, improve_copies
 from placement.solution import Problem, Solution, finish
 from placement.states import layer_caps
 from placement.team import ChainData, Team, one_hot
 
-HOT, COLD = 0.3, 0.05  # temperatures, in standard deviations of an exchange's change at the start
+HOT, COLD = 0.3, 0.05
 SWEEP_STEPS = 16
 PLANNED_CORES = 2
 
@@ -36,40 +51,98 @@ History = list[tuple[float, float, "float | None"]]
 class Pace:
     """Budget of one anneal: ``rounds`` sweeps that look at ``rows`` items a step, ended at ``deadline``.
 
-    Times are of ``time.perf_counter()``; ``started`` is the solver's start, from which history counts.
+    Times are of ``time.perf_counter()``; ``started`` is the solver's start, from which history counts. ``hot`` and
+    ``cold`` are the first and last temperature in standard deviations of an exchange's change at the start.
     """
 
     rounds: int
     rows: int
     started: float
     deadline: float
+    hot: float = HOT
+    cold: float = COLD
 
 
 def solve_joint(problem: Problem) -> Solution:
+    """With spare slots: single copies first, then copies where they gain most, then exchanges of all slots."""
     started = time.perf_counter()
     sample, layout = draw_sample(problem), start_layout(problem)
-    chain = chain_data(problem, sample, layout, layer_limits(problem, layout))
-    rank, history = anneal(problem, chain, layout.rank, pace_of(chain, started, problem.seconds))
-    return finish(problem, plan_of(problem, replace(layout, rank=rank)), "joint", started, history=history)
+    share = 0.5 if problem.spare_slots else 1.0
+    layout, history = improve(problem, sample, layout, Budget(started, share * problem.seconds))
+    if problem.spare_slots:
+        layout = add_copies(problem, sample, layout)
+        left = problem.seconds - (time.perf_counter() - started)
+        budget = Budget(time.perf_counter(), max(0.1 * problem.seconds, 0.9 * left), 0.5 * HOT)
+        layout, more = improve(problem, sample, layout, budget)
+        history += [(budget.started - started + at, value, bound) for at, value, bound in more]
+    return finish(problem, plan_of(problem, layout), "joint", started, history=history)
 
 
 def start_layout(problem: Problem) -> Layout:
-    """One copy of each expert, as balanced as LPT with pair swaps makes it."""
-    rank_LE = lpt_swap(problem.profile.load_LE, single_slots_W(problem), problem.topology.speed_W)
+    """One copy of each expert, as balanced as LPT with pair swaps makes it.
+
+    Where spare slots are needed to come under the cap, EPLB's copies instead.
+    """
+    load_LE, W = problem.profile.load_LE, problem.ranks
+    rank_LE = lpt_swap(load_LE, single_slots_W(problem), problem.topology.speed_W)
     L, E = rank_LE.shape
+    if problem.spare_slots and problem.cap is not None:
+        load_LW = np.stack([np.bincount(rank_E, load_E, W) for rank_E, load_E in zip(rank_LE, load_LE)])
+        if compute_tail_L(load_LW, problem.topology.speed_W).max() > 1.5 * problem.cap:
+            return layout_of(eplb_plan(problem))
     items = np.arange(E)
-    return Layout([items] * L, list(rank_LE), [np.tile(items, (problem.ranks, 1))] * L)
+    return Layout([items] * L, list(rank_LE), [np.tile(items, (W, 1))] * L)
 
 
-def layer_limits(problem: Problem, layout: Layout) -> list[LayerLimits]:
-    """The cap of each layer, or what the start reaches where that is more."""
+def eplb_plan(problem: Problem) -> Plan:
+    speed_W = problem.topology.speed_W
+    slots = [eplb_node(load_E, problem.slots_W, speed_W) for load_E in problem.profile.load_LE]
+    return make_plan(problem.shape, problem.ranks, slots)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``seconds`` from ``started`` for one anneal, which begins at temperature ``hot``."""
+
+    started: float
+    seconds: float
+    hot: float = HOT
+
+
+def improve(problem: Problem, sample: Sample, layout: Layout, budget: Budget) -> tuple[Layout, History]:
+    """Anneal where the layout's items are."""
+    chain = chain_data(problem, sample, layout, layer_limits(problem, sample, layout))
+    pace = replace(pace_of(chain, budget.started, budget.seconds), hot=budget.hot)
+    rank, history = anneal(problem, chain, layout.rank, pace)
+    return replace(layout, rank=rank), history
+
+
+def layer_limits(problem: Problem, sample: Sample, layout: Layout) -> list[LayerLimits]:
+    """The cap of each layer, or what LPT with pair swaps (or EPLB) reaches where that is more."""
     limits = []
-    for load_S, rank_S, cap in zip(problem.profile.load_LE, layout.rank, layer_caps(problem)):
+    for load_S, cap in zip(item_loads(layout, sample.load_LHE), layer_caps(problem)):
         fair_W = load_S.sum() * problem.topology.share_W
-        start_W = np.bincount(rank_S, load_S, problem.ranks)
-        tail = (start_W / fair_W).max() if load_S.sum() else 1.0
-        limits.append(LayerLimits(load_S[None], max(cap, tail) * fair_W[None] * (1 + 1e-9)))
+        limits.append(LayerLimits(load_S[None], cap * fair_W[None] * (1 + 1e-9)))
     return limits
+
+
+def add_copies(problem: Problem, sample: Sample, layout: Layout, tries: int = 20) -> Layout:
+    """Fill the spare slots of every layer (or better their use), layers in parallel."""
+    tasks = []
+    for layer, cap in enumerate(layer_caps(problem)):
+        load_HE = sample.load_LHE[layer]
+        cap_W = cap * load_HE.sum() * problem.topology.share_W
+        home_weight_HW = home_weights(problem)
+        tokens = LayerTokens(sample.ids_TLK[:, layer], sample.home_T, home_weight_HW, load_HE, cap_W, problem.slots_W)
+        rank_HE = layout.rank[layer][layout.serve[layer]]
+        tasks.append((tokens, layout.expert[layer], layout.rank[layer], rank_HE, tries))
+    workers = min(problem.threads or os.cpu_count() or 1, len(tasks))
+    if workers == 1:
+        found = [improve_copies(*task) for task in tasks]
+    else:
+        with ProcessPoolExecutor(workers) as pool:
+            found = [done.result() for done in [pool.submit(improve_copies, *task) for task in tasks]]
+    return Layout(*map(list, zip(*found)))
 
 
 def pace_of(chain: ChainData, started: float, seconds: float) -> Pace:
@@ -94,7 +167,7 @@ def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pa
             if done >= 1:
                 break
             after = min(1.0, done + 1 / pace.rounds)
-            hot, cold = (unit * HOT * (COLD / HOT) ** x for x in (done, after))
+            hot, cold = (unit * pace.hot * (pace.cold / pace.hot) ** x for x in (done, after))
             team.sweep(rank_LS, Heat(hot, cold, SWEEP_STEPS, pace.rows), round)
             if alike and round % 8 == 7:
                 relabel(chain, rank_LS)

@@ -132,6 +132,12 @@ def item_loads(layout: Layout, load_LHE: np.ndarray) -> list[np.ndarray]:
     ]
 
 
+def home_weights(problem: Problem) -> np.ndarray:
+    """float32 ``[home, rank]``: cost of a token reaching a rank."""
+    weights = weights_of(problem)
+    return np.float32(weights.fan) + np.float32(weights.remote) * link_weight_WW(problem)
+
+
 def link_weight_WW(problem: Problem) -> np.ndarray:
     """float32 ``[home, rank]``: cost of a row by its link, 0 at home, mean 1 over remote links."""
     off = ~np.eye(problem.ranks, dtype=bool)
@@ -144,8 +150,7 @@ def chain_data(problem: Problem, sample: Sample, layout: Layout, limits: list[La
     weights = weights_of(problem)
     weight_WT = None
     if weights.remote:
-        weight_WT = np.ascontiguousarray(weights.remote * link_weight_WW(problem).T[:, sample.home_T])
-        weight_WT += np.float32(weights.fan)
+        weight_WT = np.ascontiguousarray(home_weights(problem).T[:, sample.home_T])
     items = [serve[sample.home_T[:, None], sample.ids_TLK[:, layer]] for layer, serve in enumerate(layout.serve)]
     scale = weights.fan if weight_WT is None else 1.0
     layers = [

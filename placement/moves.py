@@ -25,6 +25,7 @@ import numpy as np
 
 _ONE_ITEM = 1 << 16  # count and sum of items share an integer: count << 16 | sum of item numbers
 _ONE = np.float32(1)
+_PRESSURE = 10.0  # cost of a (token, choice) pair above a cap; no exchange saves that much per pair it moves
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class LayerData:
         item_TK: intp, the item that serves each choice of each token.
         expert_S: int64, the expert of each item.
         load_DS: float64, load of each item in each domain that has a cap of its own.
-        cap_DW: float64, most load of each rank; the start must respect it.
+        cap_DW: float64, most load of each rank; one that starts above may only fall.
         weight_WT: float32, cost of token t reaching rank g; ``None`` is 1.
         scale: multiplies the row cost (with ``weight_WT`` None).
     """
@@ -124,15 +125,28 @@ class LayerSearch:
             back -= own_S[:, None]
             delta = there + back.T
             delta += (alone_SS[rows] + alone_SS[:, rows].T) * scale
+        self._press(delta, rows)
         delta[self._illegal(rows)] = np.inf
         return delta
+
+    def _press(self, delta: np.ndarray, rows: slice | np.ndarray) -> None:
+        """Make exchanges that relieve a rank above its cap pay, so that an overloaded start heals."""
+        rank_S = self.rank_S
+        for load_S, excess_W in zip(self.data.load_DS, self.load_DW - self.data.cap_DW):
+            if not (excess_W > 1e-6 * self.data.cap_DW.max()).any():
+                continue
+            before_S = np.maximum(excess_W, 0).take(rank_S)
+            gain = load_S - load_S[rows][:, None]  # what the row's rank gains
+            mine = np.maximum(excess_W.take(rank_S[rows])[:, None] + gain, 0) - before_S[rows][:, None]
+            other = np.maximum(excess_W.take(rank_S) - gain, 0) - before_S
+            delta += (_PRESSURE * (mine + other)).astype(np.float32)
 
     def _illegal(self, rows: slice | np.ndarray) -> np.ndarray:
         """Exchanges on one rank, over a cap, or that put two copies of an expert on one rank."""
         rank_S, load_DS, expert_S = self.rank_S, self.data.load_DS, self.data.expert_S
         bad = rank_S[rows][:, None] == rank_S
-        for load_S, excess_W in zip(load_DS, self.load_DW - self.data.cap_DW):
-            over_S = excess_W.take(rank_S) - load_S
+        for load_S, over_W in zip(load_DS, np.minimum(self.load_DW - self.data.cap_DW, 0)):
+            over_S = over_W.take(rank_S) - load_S
             bad |= over_S[rows][:, None] + load_S > 0
             bad |= load_S[rows][:, None] + over_S > 0
         if self.replicated:
