@@ -102,11 +102,11 @@ def plot_frontier(rows: list[dict], path: str | Path, title: str) -> None:
                 best = better * value
                 line.append((tail, value))
         axis.plot(*zip(*line), color="tab:blue", alpha=0.5, drawstyle="steps-post", zorder=1)
-        _labelled_points(axis, points)
         axis.set_xlabel("held-out compute tail (fullest GPU over mean; lower is better)")
         axis.set_ylabel("fan-out (lower is better)" if better > 0 else "locality (higher is better)")
         axis.margins(x=0.15, y=0.1)
         axis.grid(alpha=0.3)
+        _labelled_points(axis, points)
     figure.suptitle(title)
     _save(figure, path)
 
@@ -190,7 +190,29 @@ def _history_panel(axis, report: Report, solution: dict | None) -> None:
 
 
 def _labelled_points(axis, points: list[tuple[float, float, str]]) -> None:
-    """Scatter with names; the offset alternates so that neighbours stay legible."""
+    """Scatter with names. Points that meet share a label; labels stand clear of each other, joined by a thin line."""
     axis.scatter([p[0] for p in points], [p[1] for p in points], color="tab:blue", zorder=2)
-    for index, (x, y, name) in enumerate(sorted(points)):
-        axis.annotate(name, (x, y), (6, 6 if index % 2 else -12), textcoords="offset points", fontsize=9)
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    groups: list[tuple[float, float, list[str]]] = []  # in shares of the axes
+    for x, y, name in sorted(points, key=lambda p: (p[1], p[0])):
+        share = ((x - left) / (right - left), (y - bottom) / (top - bottom))
+        near = [g for g in groups if abs(g[0] - share[0]) < 0.015 and abs(g[1] - share[1]) < 0.015]
+        if near:
+            near[0][2].append(name)
+        else:
+            groups.append((*share, [name]))
+    lowest = {True: -1.0, False: -1.0}  # where the next label of each side may start
+    for x, y, names in groups:
+        on_right = x < 0.6
+        height = max(y - 0.015, lowest[on_right])
+        lowest[on_right] = height + 0.045
+        axis.annotate(
+            ", ".join(names),
+            (x, y),
+            (x + (0.02 if on_right else -0.02), height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            ha="left" if on_right else "right",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "gray"},
+        )

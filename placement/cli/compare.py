@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     bound = problem_bound(problem, BOUND_SECONDS)
     for method in chosen:
-        with progress_line(method.name) as show:
+        with progress_line(method.name, bound) as show:
             rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
     if not rows:
         raise UserError("no method could solve this; the notes say why")

@@ -80,17 +80,20 @@ def require_writable(*paths: str | None) -> None:
 
 
 @contextmanager
-def progress_line(label: str) -> Iterator[Progress]:
-    """Yields the callback of a solver: the best objective, the bound and the gap so far, on one line of stderr."""
+def progress_line(label: str, known: float | None = None) -> Iterator[Progress]:
+    """Yields the callback of a solver: the best objective, the bound and the gap so far, on one line of stderr.
+
+    ``known`` is a bound from elsewhere, for solvers that bring none.
+    """
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     last = time.monotonic()
 
     def text(seconds: float, best: float, bound: float | None) -> str:
-        line = f"{label}: {seconds:6.1f} s  best {best:.5f}"
+        line, bound = f"{label}: {seconds:6.1f} s  best {best:.5f}", known if bound is None else bound
         if bound is None:
-            return line + "  no bound yet"
+            return line + "  no bound"
         return line + f"  bound {bound:.5f}  gap {abs(bound - best) / max(abs(best), 1e-12):.1%}"
 
     if console.is_terminal:

@@ -94,10 +94,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
     problem = problem_of(args, train, topology, old_plan=_old_plan(args, train))
-    with progress_line(method.name) as show:
-        solution = method(replace(problem, progress=show))
-    if solution.bound is None:
-        solution = with_bound(solution, problem, problem_bound(problem, args.seconds / 2))
+    bound = problem_bound(problem, args.seconds / 4)
+    with progress_line(method.name, bound) as show:
+        solution = with_bound(method(replace(problem, progress=show)), problem, bound)
     result = describe(solution, problem, held)
     if args.output:
         _save(solution.plan, args.output)
