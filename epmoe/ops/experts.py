@@ -12,8 +12,12 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.experts_sparse import vector_down, vector_gate_up
+from epmoe.ops.grouped_gemm import down_triton, gate_up_triton
 from epmoe.ops.linear import TILE_ROWS
-from epmoe.ops.moe_index import MoEIndex
+from epmoe.ops.moe_index import MoEIndex, with_block_rows
+from epmoe.ops.tiles import Choice, choose
 
 GATE_BLOCK = 64
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -142,4 +146,51 @@ def _tiled_mlp(pairs_MD: torch.Tensor, runs: list, weights: tuple, form: tuple, 
             out_MD[first : first + rows] = functional.linear(act_tile, down_DF)[:rows]
 
 
-expert_mlp = expert_mlp_ref
+def expert_mlp_triton(
+    rows_RD: torch.Tensor,
+    index: MoEIndex,
+    weights: ExpertWeights,
+    options: ExpertOptions = ExpertOptions(),
+    choice: Choice | None = None,
+) -> torch.Tensor:
+    """`expert_mlp_ref` in two kernels, without a host synchronisation; ``choice`` overrides the tiles."""
+    pairs = index.row_M.numel()
+    if not pairs:
+        return torch.empty_like(rows_RD[:0])
+    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
+    if choice.vector:
+        act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
+        return vector_down(act_MF, index, weights, None, choice.vector[1])
+    index = with_block_rows(index, choice.rows)
+    act_MF = gate_up_triton(rows_RD, index, weights, choice.gate_up, options.act, options.num_sms)
+    return down_triton(act_MF, index, weights, choice.down, options.num_sms)
+
+
+def expert_mlp(
+    rows_RD: torch.Tensor, index: MoEIndex, weights: ExpertWeights, options: ExpertOptions = ExpertOptions()
+) -> torch.Tensor:
+    """`expert_mlp_ref`; the kernels on CUDA."""
+    return (expert_mlp_triton if rows_RD.is_cuda else expert_mlp_ref)(rows_RD, index, weights, options)
+
+
+def expert_sum(
+    rows_RD: torch.Tensor,
+    index: MoEIndex,
+    weights: ExpertWeights,
+    weight_RK: torch.Tensor,
+    options: ExpertOptions = ExpertOptions(),
+    choice: Choice | None = None,
+) -> torch.Tensor:
+    """Reduce mode: ``weighted_sum(expert_mlp(...), index.pos_RK, weight_RK)``, ``[R, D]``.
+
+    For a single row on CUDA the sum is fused into the second product, and the expert outputs are not rounded before
+    they are added.
+    """
+    if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
+        choice = choice or choose(rows_RD, index.row_M.numel(), weights)
+        if choice.vector:
+            act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
+            return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])
+    if rows_RD.is_cuda:
+        return weighted_sum(expert_mlp_triton(rows_RD, index, weights, options, choice), index.pos_RK, weight_RK)
+    return weighted_sum(expert_mlp(rows_RD, index, weights, options), index.pos_RK, weight_RK)

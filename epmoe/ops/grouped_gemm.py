@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epmoe.ops.launch import has_hopper_features, pdl_options, sm_count, wait_for_inputs
-from epmoe.ops.moe_index import BlockSchedule, MoEIndex
+from epmoe.ops.moe_index import MoEIndex
 
 GATE_BLOCK: tl.constexpr = tl.constexpr(64)
 
@@ -34,12 +34,15 @@ class TileConfig:
     """Programs per SM of the persistent grid."""
     swap: bool = False
     group: int = 8
+    """Pair blocks whose tiles run side by side."""
+    tail: int = 0
+    """Tile rows of a slot's last block where they are enough; 0 = no such tiles."""
     flatten: bool = False
     """Let the loads of the next tile start under the end of this one."""
 
 
 @triton.jit
-def _locate(tile, n_tiles, schedule, L, ROWS: tl.constexpr, GROUP: tl.constexpr):
+def _locate(tile, n_tiles, schedule, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """Tile number -> (slot, first pair, end of the slot's pairs, column block)."""
     offset_ptr, block_offset_ptr, block_slot_ptr = schedule
     slot = tl.load(block_slot_ptr + tile // n_tiles)
@@ -94,6 +97,65 @@ def _split(acc, ROWS: tl.constexpr, COLS: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _gate_up_tile(
+    x_ptr,
+    weight,
+    out_ptr,
+    row_ptr,
+    place,
+    D,
+    F,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    slot, first, stop, n = place
+    FEATURES: tl.constexpr = COLS // 2
+    k = tl.arange(0, DEPTH)
+    pair = first + tl.arange(0, ROWS)
+    row = tl.load(row_ptr + pair, mask=pair < stop, other=0).to(tl.int64)
+    x_ptrs = x_ptr + row[:, None] * D + k[None, :]
+    feature = n * FEATURES + tl.arange(0, FEATURES)
+    if TMA:
+        acc = _zeros(ROWS, COLS, SWAP)
+        for at in range(0, D, DEPTH):
+            if EVEN:
+                rows = tl.load(x_ptrs)
+            else:
+                rows = tl.load(x_ptrs, mask=(at + k < D)[None, :], other=0.0)
+            acc = _mma(rows, weight.load([slot * 2 * F + n * COLS, at]), acc, SWAP, PRECISION)
+            x_ptrs += DEPTH
+        gate, up = _split(acc, ROWS, COLS, SWAP)
+    else:
+        # Feature f's gate row follows the 2 * 64 rows of each full block before it; its up row follows the run.
+        block = feature // GATE_BLOCK
+        run = tl.minimum(F - block * GATE_BLOCK, GATE_BLOCK)
+        gate_row = slot.to(tl.int64) * 2 * F + block * 2 * GATE_BLOCK + feature % GATE_BLOCK
+        gate_ptrs = weight + gate_row[:, None] * D + k[None, :]
+        up_ptrs = gate_ptrs + (run * D)[:, None]
+        gate, up = _zeros(ROWS, FEATURES, SWAP), _zeros(ROWS, FEATURES, SWAP)
+        for at in range(0, D, DEPTH):
+            inside = (at + k < D)[None, :]
+            rows = tl.load(x_ptrs, mask=inside, other=0.0)
+            mask = inside & (feature < F)[:, None]
+            gate = _mma(rows, tl.load(gate_ptrs, mask=mask, other=0.0), gate, SWAP, PRECISION)
+            up = _mma(rows, tl.load(up_ptrs, mask=mask, other=0.0), up, SWAP, PRECISION)
+            x_ptrs += DEPTH
+            gate_ptrs += DEPTH
+            up_ptrs += DEPTH
+        if SWAP:
+            gate, up = gate.T, up.T
+    value = _activate(gate, up, ACT).to(out_ptr.dtype.element_ty)
+    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * F + feature[None, :]
+    tl.store(out_ptrs, value, mask=(pair < stop)[:, None] & (feature < F)[None, :])
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr,
     weight,
@@ -104,6 +166,7 @@ def gate_up_kernel(
     D,
     F,
     ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -115,55 +178,69 @@ def gate_up_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``out[m] = act(x[row[m]] @ gate.T) * (x[row[m]] @ up.T)``, rounded to the model dtype."""
-    FEATURES: tl.constexpr = COLS // 2
-    n_tiles = tl.cdiv(F, FEATURES)
-    k = tl.arange(0, DEPTH)
+    """``out[m] = act(x[row[m]] @ gate.T) * (x[row[m]] @ up.T)``, rounded to the model dtype.
+
+    A slot's last block takes tiles of TAIL pairs where that is enough (TAIL = ROWS: never).
+    """
+    n_tiles = tl.cdiv(F, COLS // 2)
     wait_for_inputs(PDL)
     tiles = tl.load(schedule[1] + L) * n_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        slot, first, stop, n = _locate(tile, n_tiles, schedule, L, ROWS, GROUP)
-        pair = first + tl.arange(0, ROWS)
-        row = tl.load(row_ptr + pair, mask=pair < stop, other=0).to(tl.int64)
-        x_ptrs = x_ptr + row[:, None] * D + k[None, :]
-        feature = n * FEATURES + tl.arange(0, FEATURES)
-        if TMA:
-            acc = _zeros(ROWS, COLS, SWAP)
-            for at in range(0, D, DEPTH):
-                if EVEN:
-                    rows = tl.load(x_ptrs)
-                else:
-                    rows = tl.load(x_ptrs, mask=(at + k < D)[None, :], other=0.0)
-                acc = _mma(rows, weight.load([slot * 2 * F + n * COLS, at]), acc, SWAP, PRECISION)
-                x_ptrs += DEPTH
-            gate, up = _split(acc, ROWS, COLS, SWAP)
+        place = _locate(tile, n_tiles, schedule, ROWS, GROUP)
+        if TAIL == ROWS or place[2] - place[1] > TAIL:
+            _gate_up_tile(
+                x_ptr, weight, out_ptr, row_ptr, place, D, F, ROWS, COLS, DEPTH, SWAP, TMA, EVEN, ACT, PRECISION
+            )
         else:
-            # Feature f's gate row follows the 2 * 64 rows of each full block before it; its up row follows the run.
-            block = feature // GATE_BLOCK
-            run = tl.minimum(F - block * GATE_BLOCK, GATE_BLOCK)
-            gate_row = slot.to(tl.int64) * 2 * F + block * 2 * GATE_BLOCK + feature % GATE_BLOCK
-            gate_ptrs = weight + gate_row[:, None] * D + k[None, :]
-            up_ptrs = gate_ptrs + (run * D)[:, None]
-            gate, up = _zeros(ROWS, FEATURES, SWAP), _zeros(ROWS, FEATURES, SWAP)
-            for at in range(0, D, DEPTH):
-                inside = (at + k < D)[None, :]
-                rows = tl.load(x_ptrs, mask=inside, other=0.0)
-                mask = inside & (feature < F)[:, None]
-                gate = _mma(rows, tl.load(gate_ptrs, mask=mask, other=0.0), gate, SWAP, PRECISION)
-                up = _mma(rows, tl.load(up_ptrs, mask=mask, other=0.0), up, SWAP, PRECISION)
-                x_ptrs += DEPTH
-                gate_ptrs += DEPTH
-                up_ptrs += DEPTH
-            if SWAP:
-                gate, up = gate.T, up.T
-        value = _activate(gate, up, ACT).to(out_ptr.dtype.element_ty)
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * F + feature[None, :]
-        tl.store(out_ptrs, value, mask=(pair < stop)[:, None] & (feature < F)[None, :])
+            _gate_up_tile(
+                x_ptr, weight, out_ptr, row_ptr, place, D, F, TAIL, COLS, DEPTH, SWAP, TMA, EVEN, ACT, PRECISION
+            )
+
+
+@triton.jit
+def _down_tile(
+    act,
+    weight,
+    out_ptr,
+    place,
+    D,
+    F,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    slot, first, stop, n = place
+    k = tl.arange(0, DEPTH)
+    pair = first + tl.arange(0, ROWS)
+    column = n * COLS + tl.arange(0, COLS)
+    acc = _zeros(ROWS, COLS, SWAP)
+    if TMA:
+        for at in range(0, F, DEPTH):
+            acc = _mma(act.load([first, at]), weight.load([slot * D + n * COLS, at]), acc, SWAP, PRECISION)
+    else:
+        act_ptrs = act + pair.to(tl.int64)[:, None] * F + k[None, :]
+        weight_ptrs = weight + (slot.to(tl.int64) * D + column)[:, None] * F + k[None, :]
+        for at in range(0, F, DEPTH):
+            inside = (at + k < F)[None, :]
+            rows = tl.load(act_ptrs, mask=inside & (pair < stop)[:, None], other=0.0)
+            weights = tl.load(weight_ptrs, mask=inside & (column < D)[:, None], other=0.0)
+            acc = _mma(rows, weights, acc, SWAP, PRECISION)
+            act_ptrs += DEPTH
+            weight_ptrs += DEPTH
+    out = acc.to(out_ptr.dtype.element_ty)
+    if SWAP:
+        out = out.T
+    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(out_ptrs, out, mask=(pair < stop)[:, None] & (column < D)[None, :])
 
 
 @triton.jit
 def down_kernel(
     act,
+    act_tail,
     weight,
     out_ptr,
     schedule,
@@ -171,6 +248,7 @@ def down_kernel(
     D,
     F,
     ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -185,32 +263,14 @@ def down_kernel(
     A short block multiplies rows of the next slot, or garbage, beyond its own: those results are never stored.
     """
     n_tiles = tl.cdiv(D, COLS)
-    k = tl.arange(0, DEPTH)
     wait_for_inputs(PDL)
     tiles = tl.load(schedule[1] + L) * n_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        slot, first, stop, n = _locate(tile, n_tiles, schedule, L, ROWS, GROUP)
-        pair = first + tl.arange(0, ROWS)
-        column = n * COLS + tl.arange(0, COLS)
-        acc = _zeros(ROWS, COLS, SWAP)
-        if TMA:
-            for at in range(0, F, DEPTH):
-                acc = _mma(act.load([first, at]), weight.load([slot * D + n * COLS, at]), acc, SWAP, PRECISION)
+        place = _locate(tile, n_tiles, schedule, ROWS, GROUP)
+        if TAIL == ROWS or place[2] - place[1] > TAIL:
+            _down_tile(act, weight, out_ptr, place, D, F, ROWS, COLS, DEPTH, SWAP, TMA, PRECISION)
         else:
-            act_ptrs = act + pair.to(tl.int64)[:, None] * F + k[None, :]
-            weight_ptrs = weight + (slot.to(tl.int64) * D + column)[:, None] * F + k[None, :]
-            for at in range(0, F, DEPTH):
-                inside = (at + k < F)[None, :]
-                rows = tl.load(act_ptrs, mask=inside & (pair < stop)[:, None], other=0.0)
-                weights = tl.load(weight_ptrs, mask=inside & (column < D)[:, None], other=0.0)
-                acc = _mma(rows, weights, acc, SWAP, PRECISION)
-                act_ptrs += DEPTH
-                weight_ptrs += DEPTH
-        out = acc.to(out_ptr.dtype.element_ty)
-        if SWAP:
-            out = out.T
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + column[None, :]
-        tl.store(out_ptrs, out, mask=(pair < stop)[:, None] & (column < D)[None, :])
+            _down_tile(act_tail, weight, out_ptr, place, D, F, TAIL, COLS, DEPTH, SWAP, TMA, PRECISION)
 
 
 def takes_descriptors(weights, device: torch.device) -> bool:
@@ -225,14 +285,15 @@ def _rows_descriptor(matrix: torch.Tensor, rows: int, depth: int) -> TensorDescr
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, depth])
 
 
-def _launch(kernel, operands: tuple, blocks: BlockSchedule, sizes: tuple, config: TileConfig, num_sms: int, **more):
-    out, width = operands[2], sizes[-1]
-    device = out.device
+def _launch(kernel, operands: tuple, out: torch.Tensor, index: MoEIndex, config: TileConfig, num_sms: int, **more):
+    blocks, device = index.blocks, out.device
+    width = out.shape[1] * (2 if kernel is gate_up_kernel else 1)
     sms = min(num_sms, sm_count(device)) if num_sms else sm_count(device)
     grid = min(sms * config.per_sm, blocks.slot_B.numel() * triton.cdiv(width, config.cols))
     kernel[(grid,)](
         *operands,
         ROWS=blocks.rows,
+        TAIL=config.tail or blocks.rows,
         COLS=config.cols,
         DEPTH=config.depth,
         GROUP=config.group,
@@ -257,7 +318,7 @@ def gate_up_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, act: s
     schedule = (index.offset_L1, index.blocks.offset_L1, index.blocks.slot_B)
     operands = (rows_RD, weight, out_MF, index.row_M, schedule, slots, hidden, features)
     more = {"TMA": tma, "EVEN": hidden % config.depth == 0, "ACT": act}
-    _launch(gate_up_kernel, operands, index.blocks, (2 * features,), config, num_sms, **more)
+    _launch(gate_up_kernel, operands, out_MF, index, config, num_sms, **more)
     return out_MF
 
 
@@ -266,11 +327,12 @@ def down_triton(act_MF, index: MoEIndex, weights, config: TileConfig, num_sms: i
     slots, hidden, features = weights.down.shape
     out_MD = act_MF.new_empty((act_MF.shape[0], hidden))
     tma = takes_descriptors(weights, act_MF.device)
-    weight = weights.down.view(-1, features)
+    weight, act, act_tail = weights.down.view(-1, features), act_MF, act_MF
     if tma:
-        act_MF = _rows_descriptor(act_MF, index.blocks.rows, config.depth)
         weight = _rows_descriptor(weight, config.cols, config.depth)
+        act = _rows_descriptor(act_MF, index.blocks.rows, config.depth)
+        act_tail = _rows_descriptor(act_MF, config.tail or index.blocks.rows, config.depth)
     schedule = (index.offset_L1, index.blocks.offset_L1, index.blocks.slot_B)
-    operands = (act_MF, weight, out_MD, schedule, slots, hidden, features)
-    _launch(down_kernel, operands, index.blocks, (hidden,), config, num_sms, TMA=tma)
+    operands = (act, act_tail, weight, out_MD, schedule, slots, hidden, features)
+    _launch(down_kernel, operands, out_MD, index, config, num_sms, TMA=tma)
     return out_MD

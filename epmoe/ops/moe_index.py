@@ -13,7 +13,7 @@ With blocks of 2 pairs, the GEMM's schedule on the device is ``block_offset_L1 =
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -218,6 +218,46 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
             **options,
         )
     return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B))
+
+
+@triton.jit
+def _schedule_kernel(
+    offset_ptr,
+    block_offset_ptr,
+    block_slot_ptr,
+    blocks,
+    L: tl.constexpr,
+    L2: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    l = tl.arange(0, L2)
+    end = tl.load(offset_ptr + 1 + l, mask=l < L, other=0)
+    count = end - tl.load(offset_ptr + l, mask=l < L, other=0)
+    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, ROWS)
+
+
+def with_block_rows(index: MoEIndex, rows: int) -> MoEIndex:
+    """The same index with a schedule of blocks of ``rows`` pairs: one small kernel if it has another one."""
+    if index.blocks is not None and index.blocks.rows == rows:
+        return index
+    slots, device = index.offset_L1.numel() - 1, index.offset_L1.device
+    blocks = max_blocks(index.row_M.numel(), slots, rows)
+    schedule = BlockSchedule(
+        rows, torch.empty_like(index.offset_L1), torch.empty(blocks, dtype=torch.int32, device=device)
+    )
+    _schedule_kernel[(max(1, triton.cdiv(blocks, 128)),)](
+        index.offset_L1,
+        schedule.offset_L1,
+        schedule.slot_B,
+        blocks,
+        L=slots,
+        L2=triton.next_power_of_2(slots + 1),
+        ROWS=rows,
+        **pdl_options(index.offset_L1),
+    )
+    return replace(index, blocks=schedule)
 
 
 def build_index(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:

@@ -1,0 +1,50 @@
+"""Which kernel variant and which tiles: a function of (pairs, slots, D, F, dtype) now, measured on H200.
+
+Variants: *vector* for one row; *swap* tiles of 16 to 64 pairs where weights stream past few pairs; *wide* tiles of
+128 pairs where tensor cores are the limit; *plain* pointers for shapes that TMA does not take and for float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
+from epmoe.ops.moe_index import block_rows
+
+PINNED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tiles of both GEMMs for blocks of ``rows`` pairs; ``vector`` = (cols, depth, warps) of both vector kernels."""
+
+    rows: int
+    gate_up: TileConfig
+    down: TileConfig
+    vector: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
+
+
+PLAIN = TileConfig(cols=128, depth=32, warps=4, stages=2)
+PINNED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2)
+VECTOR = ((8, 512, 4), (8, 256, 4))
+BY_ROWS = {
+    16: (TileConfig(128, 128, 4, 4, swap=True, flatten=True), TileConfig(128, 128, 4, 4, swap=True, flatten=True)),
+    32: (TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True), TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
+    64: (TileConfig(128, 64, 4, 4, 1, swap=True, flatten=True), TileConfig(128, 64, 4, 4, 1, swap=True, flatten=True)),
+    128: (TileConfig(256, 64, 8, 4, tail=64), TileConfig(256, 64, 8, 4, tail=64)),
+}
+
+
+def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
+    """Tiles for ``pairs`` (row, choice) pairs over the slots of ``weights`` (an upper bound will do)."""
+    slots = weights.down.shape[0]
+    plain = rows_RD.dtype == torch.float32 or not takes_descriptors(weights, rows_RD.device)
+    if deterministic:
+        # One tile whatever the batch: a row's bits are then the same in any company.
+        config = PLAIN if plain else PINNED
+        return Choice(PINNED_ROWS, config, config)
+    rows = block_rows(pairs, slots)
+    gate_up, down = (PLAIN, PLAIN) if plain else BY_ROWS[rows]
+    return Choice(min(rows, 64) if plain else rows, gate_up, down, VECTOR if rows_RD.shape[0] == 1 else None)
