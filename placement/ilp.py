@@ -101,8 +101,8 @@ def _cluster_layer(
     slots_W, share_W = single_slots_W(problem), problem.topology.share_W
     load_E = load_E / (load_E.sum() or 1.0)
     model = pulp.LpProblem("clusters", pulp.LpMinimize)
-    x = [[pulp.LpVariable(f"x_{c}_{e}", cat="Binary") for e in range(E)] for c in range(W)]
-    deviation = [pulp.LpVariable(f"d_{c}", 0) for c in range(W)]
+    x = [[model.add_variable(f"x_{c}_{e}", cat="Binary") for e in range(E)] for c in range(W)]
+    deviation = [model.add_variable(f"d_{c}", 0) for c in range(W)]
     model += pulp.lpSum(deviation)
     for e in range(E):
         model += pulp.lpSum(x[c][e] for c in range(W)) == 1
@@ -157,7 +157,7 @@ def _place_all(
     place = [_add_places(model, f"{layer}", problem) for layer in range(L)]
     times = []
     for layer in range(L - 1):
-        z = [[[[pulp.LpVariable(f"z_{layer}_{c}_{d}_{g}_{h}", 0, 1) for h in R] for g in R] for d in R] for c in R]
+        z = [[[[model.add_variable(f"z_{layer}_{c}_{d}_{g}_{h}", 0, 1) for h in R] for g in R] for d in R] for c in R]
         for a in R:
             for g in R:
                 for h in R:
@@ -208,7 +208,9 @@ def _place_in_turn(
 def _add_places(model: pulp.LpProblem, name: str, problem: Problem) -> list[list[pulp.LpVariable]]:
     """``a[c][g]``: cluster c on GPU g, one to one, only between like GPUs."""
     W, like = problem.ranks, like_GPUs(problem)
-    place = [[pulp.LpVariable(f"a_{name}_{c}_{g}", 0, int(like[c, g]), "Integer") for g in range(W)] for c in range(W)]
+    place = [
+        [model.add_variable(f"a_{name}_{c}_{g}", 0, int(like[c, g]), "Integer") for g in range(W)] for c in range(W)
+    ]
     for c in range(W):
         model += pulp.lpSum(place[c]) == 1
         model += pulp.lpSum(row[c] for row in place) == 1
@@ -218,7 +220,7 @@ def _add_places(model: pulp.LpProblem, name: str, problem: Problem) -> list[list
 def _combine_links(model: pulp.LpProblem, name: str, links: list, options: MoETunerOptions):
     if options.objective == "sum":
         return pulp.lpSum(links)
-    heaviest = pulp.LpVariable(name, 0)
+    heaviest = model.add_variable(name, 0)
     for link in links:
         model += heaviest >= link
     return heaviest
@@ -235,7 +237,7 @@ def _add_memory(
     """Experts per GPU over the layers stay in the budget, or as near it as cluster sizes allow (the spill)."""
     if options.equal_counts:
         return 0
-    spill = pulp.LpVariable("spill", 0)
+    spill = model.add_variable("spill", 0)
     R = range(len(used_W))
     for g in R:
         held = pulp.lpSum(int(size_LC[i, c]) * layer[c][g] for i, layer in enumerate(place) for c in R)
