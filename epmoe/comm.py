@@ -85,12 +85,17 @@ class Pending:
         return self.rows
 
 
-def open_comm(rank: int, world: int, device: torch.device, init_method: str, timeout_s: float) -> Comm:
-    """Join the group at ``init_method`` (``file://...``, ``tcp://...`` or ``env://``)."""
+def open_comm(
+    rank: int, world: int, device: torch.device, init_method: str, timeout_s: float, shared_gpu: bool = False
+) -> Comm:
+    """Join the group at ``init_method`` (``file://...``, ``tcp://...`` or ``env://``).
+
+    NCCL refuses ranks that share a GPU (``shared_gpu``): gloo then carries their CUDA tensors.
+    """
     if world == 1:
         return Comm(rank, world, device)
     timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
     dist.init_process_group(backend, init_method, timeout=timeout, world_size=world, rank=rank)
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Comm(rank, world, device, dist.group.WORLD, control)

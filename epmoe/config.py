@@ -182,6 +182,10 @@ class EngineConfig:
         threads: intra-op threads of one rank; None divides the cores among the ranks of a node.
         async_steps: prepare step n + 1 while the device runs step n.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
+        probe_tokens: run this many tokens of a longer prompt first and move the request, before the rest, to the rank
+            that serves most of the experts they chose (0: off).
+        affinity: file of the plan's token affinities; homes are then chosen from prompt token ids.
+        stall_seconds: a rank without progress for so long ends the run.
         plan: text of a plan file; None is the linear placement.
     """
 
@@ -201,6 +205,9 @@ class EngineConfig:
     seed: int = 0
     async_steps: bool = True
     record_tokens: int = 0
+    probe_tokens: int = 0
+    affinity: str | None = None
+    stall_seconds: int = 300
     plan: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -215,10 +222,12 @@ class EngineConfig:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise UserError(f"{key} is {getattr(self, key)!r}; use one of {', '.join(allowed)}")
-        counts = ("ranks", "max_batch_tokens", "max_requests", "max_model_len", "block_size", "num_blocks", "threads")
-        for key in counts:
+        sizes = ("max_batch_tokens", "max_requests", "max_model_len", "block_size", "num_blocks")
+        for key in ("ranks", "threads", "stall_seconds", *sizes):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise UserError(f"{key} is {value}; it must be at least 1")
+        if self.probe_tokens < 0:
+            raise UserError(f"probe_tokens is {self.probe_tokens}; it must be at least 0 (requests are not moved)")
         if self.record_tokens < 0:
             raise UserError(f"record_tokens is {self.record_tokens}; it must be at least 0 (nothing is recorded)")
         if self.max_requests > self.max_batch_tokens:
@@ -284,6 +293,7 @@ class RankInfo:
 
     ``init_method``: rendezvous of the process group (``file://`` or ``tcp://``).  ``requests_addr``: where rank 0
     pulls requests; ``outputs_addr``: where every rank pushes outputs.  ``run_dir``: folder for error files.
+    ``local_world``: ranks on this machine (0: all).
     """
 
     rank: int
@@ -293,3 +303,4 @@ class RankInfo:
     requests_addr: str
     outputs_addr: str
     run_dir: str
+    local_world: int = 0

@@ -36,6 +36,8 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--max-model-len": ("max_model_len", int, "most tokens of a request, prompt and output"),
     "--block-size": ("block_size", int, "tokens of a KV block"),
     "--num-blocks": ("num_blocks", int, "KV blocks of a rank"),
+    "--probe-tokens": ("probe_tokens", int, "run so much of a prompt, then move it to the rank of its experts"),
+    "--stall-seconds": ("stall_seconds", int, "end the run when a rank makes no progress for so long (default 300)"),
     "--threads": ("threads", int, "threads of a rank (default: cores / ranks)"),
 }
 

@@ -20,15 +20,18 @@ from epmoe.comm import Comm
 from epmoe.config import EngineConfig, ModelConfig, check_engine
 from epmoe.engine.home import RankLoad, assign_home
 from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
+from epmoe.engine.probe import ProbeScores
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.runner import Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import open_exchange
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
+from placement.errors import UserError
 from placement.plan import Plan, linear_plan
 
 HEADER_FIELDS = 32
+HEADER_MOVES = 12  # homes that one rank can announce in one step
 CACHE_SHARE = 0.5  # of the memory that is free once weights are loaded
 
 
@@ -42,15 +45,19 @@ class Header:
     queued_tokens: int
     free_blocks: int
     payload_bytes: int
+    homes: tuple[tuple[int, int], ...] = ()  # (request id, its home) as a probe decided
 
     def pack(self) -> np.ndarray:
+        *numbers, homes = astuple(self)
         fields = np.zeros(HEADER_FIELDS, np.int64)
-        fields[:6] = astuple(self)
+        fields[:7] = (*numbers, len(homes))
+        fields[7 : 7 + 2 * len(homes)] = np.array(homes, np.int64).ravel()
         return fields
 
     @staticmethod
     def unpack(fields: np.ndarray) -> Header:
-        return Header(*(int(value) for value in fields[:6]))
+        *numbers, count = fields[:7].tolist()
+        return Header(*numbers, tuple(map(tuple, fields[7 : 7 + 2 * count].reshape(-1, 2).tolist())))
 
 
 @dataclass(frozen=True)
@@ -85,13 +92,18 @@ class Engine:
         self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)
         self.loads = ExpertLoads(len(self.model.moe_layers), self.model.num_experts, comm.device)
         self.recorder = self._open_recorder()
-        observe = observe_all([each for each in (self.loads, self.recorder) if each is not None])
+        self.probes = ProbeScores(self.plan, comm.device) if engine.probe_tokens and comm.world > 1 else None
+        observers = (self.loads, self.recorder, self.probes)
+        observe = observe_all([each for each in observers if each is not None])
         self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
         self.idle = True
         self.stopping = False
         self.steps = self.forwards = 0
         self.model_seconds = self.step_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
+        self._token_rank = read_affinity(engine, self.model, comm.world)
+        self._undecided: dict[int, dict] = {}  # messages of requests under probe, on every rank, by request id
+        self._decided: list[tuple[int, int]] = []  # (request id, home) to be announced by this rank
 
     def step(self, messages: list[dict]) -> list[Output]:
         """One step, on every rank together; returns what this rank's requests gained.
@@ -111,6 +123,7 @@ class Engine:
                 self._in_flight = (chunks, launched)
             else:
                 outputs += self._commit(chunks, launched)
+        self._settle(headers)
         outputs += self._apply(messages, headers)
         self.steps += 1
         self.idle = not messages and not any(header.unfinished for header in headers)
@@ -154,7 +167,9 @@ class Engine:
             queued_tokens=self.scheduler.queued_tokens(),
             free_blocks=self.pool.num_free,
             payload_bytes=len(payload),
+            homes=tuple(self._decided[:HEADER_MOVES]),
         )
+        self._decided = self._decided[HEADER_MOVES:]
         headers = [Header.unpack(fields) for fields in self.comm.all_gather_headers(mine.pack())]
         assert all(header.step == self.steps for header in headers), f"ranks are at different steps: {headers}"
         size = headers[0].payload_bytes
@@ -162,6 +177,8 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk]) -> Launched:
         started = time.perf_counter()
+        if self.probes is not None:
+            self.probes.expect(chunks)
         launched = self.runner.launch(chunks)
         if self.recorder is not None:
             self.recorder.keep(chunks)
@@ -182,6 +199,8 @@ class Engine:
             if message["op"] == "add":
                 self._add(message, loads)
             elif message["op"] == "abort":
+                if self._undecided.pop(message["id"], None) is not None:
+                    self.probes.forget(message["id"])
                 if (request := self.scheduler.abort(message["id"])) is not None:
                     outputs.append(Output(request.id, [], request.finish_reason))
             elif message["op"] == "stop":
@@ -191,14 +210,70 @@ class Engine:
         return outputs
 
     def _add(self, message: dict, loads: list[RankLoad]) -> None:
-        params = SamplingParams.from_dict(message["params"])
-        tokens = len(message["prompt"]) + params.max_tokens
-        home = assign_home(tokens, loads, self.engine.block_size)
+        prompt, tokens = message["prompt"], longest(message)
+        affinity_W = None if self._token_rank is None else self._token_rank[prompt].mean(0, dtype=np.float32)
+        home = assign_home(tokens, loads, self.engine.block_size, affinity_W)
         queued, free = loads[home].queued_tokens + tokens, loads[home].free_blocks - self.pool.blocks_for(tokens)
         loads[home] = RankLoad(queued, free)
+        probe = self.engine.probe_tokens if self.probes is not None else 0
+        if 0 < probe < len(prompt):
+            self._undecided[message["id"]] = message
         if home == self.comm.rank:
-            seed = params.seed if params.seed is not None else self.engine.seed * 0x9E3779B1 + message["id"]
-            self.scheduler.add(Request(message["id"], message["prompt"], params, seed, message.get("sample", 0), home))
+            self._adopt(message, probe if probe < len(prompt) else 0)
+
+    def _adopt(self, message: dict, probe: int = 0) -> None:
+        """Become the home of a request."""
+        params = SamplingParams.from_dict(message["params"])
+        seed = params.seed if params.seed is not None else self.engine.seed * 0x9E3779B1 + message["id"]
+        request = Request(message["id"], message["prompt"], params, seed, message.get("sample", 0), self.comm.rank)
+        request.probe = probe
+        self.scheduler.add(request)
+
+    def _settle(self, headers: list[Header]) -> None:
+        """Move requests to the homes that were announced, then decide for the probes that this rank has finished."""
+        for number, home in (pair for header in headers for pair in header.homes):
+            message = self._undecided.pop(number, None)
+            if message is None:  # aborted meanwhile
+                continue
+            here = next((r for r in [*self.scheduler.running, *self.scheduler.waiting] if r.id == number), None)
+            if here is not None and home == self.comm.rank:
+                here.probe = 0
+            elif here is not None:
+                self.scheduler.withdraw(number)
+            elif home == self.comm.rank:
+                self._adopt(message)
+        announced = {number for number, _ in self._decided}
+        loads = [RankLoad(header.queued_tokens, header.free_blocks) for header in headers]
+        for request in self.scheduler.running:
+            if request.probe and request.computed == request.probe and request.id not in announced:
+                self._decided.append((request.id, self._home_after_probe(request, loads)))
+
+    def _home_after_probe(self, request: Request, loads: list[RankLoad]) -> int:
+        """Its best rank by the routing of its probe, among those with room; the request does not weigh on its rank."""
+        tokens = len(request.prompt) + request.params.max_tokens
+        own = loads[self.comm.rank]
+        loads = list(loads)
+        loads[self.comm.rank] = RankLoad(own.queued_tokens - tokens, own.free_blocks + len(request.blocks))
+        return assign_home(tokens, loads, self.engine.block_size, self.probes.take(request.id).numpy())
+
+
+def longest(message: dict) -> int:
+    """Tokens that a request may come to."""
+    return len(message["prompt"]) + message["params"]["max_tokens"]
+
+
+def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> np.ndarray | None:
+    """float16 ``[vocabulary, W]``: how much of a token's routing each rank can serve (see ``placement.plan``)."""
+    if engine.affinity is None:
+        return None
+    with np.load(engine.affinity, allow_pickle=False) as file:
+        token_rank = file["token_rank"]
+    if token_rank.shape != (model.vocab_size, world):
+        raise UserError(
+            f"{engine.affinity}: token_rank has shape {token_rank.shape}, this model on {world} ranks needs"
+            f" ({model.vocab_size}, {world}); solve the placement again"
+        )
+    return token_rank
 
 
 def read_plan(engine: EngineConfig, model: ModelConfig, world: int) -> Plan:

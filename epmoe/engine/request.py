@@ -88,7 +88,8 @@ class Request:
     """One sequence on its home rank.
 
     ``computed`` counts positions whose keys and values are written, or will be by a step already launched.
-    ``pending`` counts sampled tokens that the host does not know yet (they are on the device).
+    ``pending`` counts sampled tokens that the host does not know yet (they are on the device).  ``probe``: run only so
+    many tokens until it is decided which rank becomes the home (0: decided).
     """
 
     id: int
@@ -102,6 +103,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, in order (see kv_cache)
     computed: int = 0
     pending: int = 0
+    probe: int = 0
     row: int = -1  # row of the device's per-request state while running
     finish_reason: str | None = None
 

@@ -51,6 +51,13 @@ class Scheduler:
                     return request
         return None
 
+    def withdraw(self, request_id: int) -> None:
+        """Take out a request that moves to another rank."""
+        for queue in (self.running, self.waiting):
+            for request in list(queue):
+                if request.id == request_id:
+                    self._remove(request)
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -115,8 +122,10 @@ class Scheduler:
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _want(self, request: Request) -> int:
-        """Tokens the request could run now; 0 once its last token is on its way."""
-        return 0 if self._full(request) else request.total - request.computed
+        """Tokens the request could run now; 0 once its last token is on its way, or while its home is undecided."""
+        if self._full(request):
+            return 0
+        return (request.probe or request.total) - request.computed
 
     def _full(self, request: Request) -> bool:
         drawn = len(request.output) + request.pending
@@ -152,7 +161,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.pending:  # preempted with a token still on the device: its id is known next step
                 break
-            prefix = self.pool.hold_prefix(request)
+            prefix = [] if request.probe else self.pool.hold_prefix(request)  # a probe is there to be computed
             if self.pool.blocks_for(request.total) - len(prefix) > self.pool.num_free:
                 self.pool.release(prefix)
                 break
@@ -161,7 +170,7 @@ class Scheduler:
             request.computed = len(prefix) * self.pool.block_size
             request.row = self._rows.pop()
             self._insert(request)
-            count = min(request.total - request.computed, budget)
+            count = min(self._want(request), budget)
             chunks.append(self._take(request, count))
             budget -= count
 
@@ -181,6 +190,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
         if request in self.waiting:
             self.waiting.remove(request)
         else:

@@ -17,6 +17,7 @@ import zmq
 from epmoe.comm import Comm, close_comm, open_comm
 from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
+from epmoe.engine.watchdog import watch
 
 IDLE_POLL_MS = 200
 TRACE_MESSAGE_BYTES = 8 << 20
@@ -28,17 +29,29 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
     On failure the error is written where the watcher finds it and the process ends at once: a rank that unwound
     politely would keep its peers waiting in a collective.
     """
-    device = torch.device("cuda", info.local_rank) if config.device == "cuda" else torch.device("cpu")
     comm = None
     try:
         if config.threads:
             torch.set_num_threads(config.threads)
-        comm = open_comm(info.rank, info.world, device, info.init_method, timeout_s)
-        serve(Engine(config, comm), info)
+        device, shared = own_device(info, config)
+        comm = open_comm(info.rank, info.world, device, info.init_method, timeout_s, shared)
+        engine = Engine(config, comm)
+        watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error))
+        serve(engine, info)
         close_comm(comm)
     except BaseException as error:
         write_error(info, comm, error)
         os._exit(1)
+
+
+def own_device(info: RankInfo, config: EngineConfig) -> tuple[torch.device, bool]:
+    """This rank's device, and whether ranks of this machine share GPUs."""
+    if config.device == "cpu":
+        return torch.device("cpu"), False
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", info.local_rank % count)
+    torch.cuda.set_device(device)
+    return device, (info.local_world or info.world) > count
 
 
 def serve(engine: Engine, info: RankInfo) -> None:

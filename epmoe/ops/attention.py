@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
 from torch.nn import functional
 
+from epmoe.ops.attention_kernels import FIXED, Tiling, choose_tiling, paged_attention_triton
+from epmoe.ops.launch import sm_count
 from epmoe.ops.linear import TILE_ROWS
 
 TILE_KEYS = 64
@@ -56,6 +59,16 @@ class Group:
 
 
 @dataclass(frozen=True)
+class OnDevice:
+    """int32 on the device: first token of each sequence, its cached tokens, and (sequence, first row) of each tile."""
+
+    tiling: Tiling
+    query_start_N1: torch.Tensor
+    kv_len_N: torch.Tensor
+    tile_X2: torch.Tensor
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """Where each token of a step reads and writes. N sequences, T tokens, P the width of the block table.
 
@@ -73,6 +86,28 @@ class AttentionBatch:
     position_T: torch.Tensor
     slot_T: torch.Tensor
     block_size: int
+
+    def on_device(self, group: int, fixed: bool) -> OnDevice:
+        """What the kernels read, for ``group`` query heads per key head; made once a step and kept."""
+        key = (group, fixed)
+        if key not in self._on_device:
+            self._on_device[key] = self._tiles(group, fixed)
+        return self._on_device[key]
+
+    @cached_property
+    def _on_device(self) -> dict:
+        return {}
+
+    def _tiles(self, group: int, fixed: bool) -> OnDevice:
+        device = self.block_table_NP.device
+        rows_N = [q_len * group for q_len in self.query_lens]
+        tiling = FIXED if fixed else choose_tiling(max(rows_N), len(rows_N), max(self.kv_lens), sm_count(device))
+        tiles = [(n, first) for n, rows in enumerate(rows_N) for first in range(0, rows, tiling.rows)]
+        starts = [0, *accumulate(self.query_lens)]
+        flat = torch.tensor([*starts, *self.kv_lens, *chain.from_iterable(tiles)], dtype=torch.int32)
+        flat = flat.to(device, non_blocking=True)
+        N = len(self.query_lens)
+        return OnDevice(tiling, flat[: N + 1], flat[N + 1 : 2 * N + 1], flat[2 * N + 1 :].view(-1, 2))
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -121,6 +156,14 @@ def paged_attention(
         tiled: fixed tiles of 16 rows x 64 keys from position 0 with a float32 online softmax, so that a query's bits
             do not depend on the batch or on how its prompt was cut into chunks.
     """
+    attend = paged_attention_triton if q_THd.is_cuda else paged_attention_ref
+    return attend(q_THd, cache_HBSd, batch, scale, tiled)
+
+
+def paged_attention_ref(
+    q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch: AttentionBatch, scale: float, tiled: bool = False
+) -> torch.Tensor:
+    """`paged_attention` in torch, the path on CPU."""
     out_THd = torch.empty_like(q_THd)
     kv_heads, d = cache_HBSd.shape[1], cache_HBSd.shape[-1]
     for group in batch.groups:
