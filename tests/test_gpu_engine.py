@@ -1,0 +1,95 @@
+"""The engine on a GPU keeps the promises that it keeps on CPU (``pytest -m gpu``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drive import Script, all_blocks_free, drive, merge
+from tiny_checkpoints import FAMILIES, save_tiny
+
+from epmoe.comm import Comm
+from epmoe.config import ModelConfig
+from placement.plan import plan_from_ranks
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [list(range(5, 5 + n)) for n in (1, 2, 15, 16, 17, 40, 90)]
+NEW = 24
+ALL = tuple(range(len(PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: str(save_tiny(folder / family, family, num_experts=10, top_k=3)) for family in FAMILIES}
+
+
+def requests(which=ALL):
+    return [(i, PROMPTS[i], {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}) for i in which]
+
+
+def run(model: str, device: str, script: Script, **settings):
+    comm = Comm(0, 1, torch.device(device))
+    config = {"model": model, "device": device, "max_model_len": 256, "num_blocks": 128, **settings}
+    return drive(comm, config, script)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_tokens_equal_the_cpu_run(checkpoints, family):
+    cpu = run(checkpoints[family], "cpu", Script(requests(), want_logits=True))
+    gpu = run(checkpoints[family], "cuda", Script(requests(), want_logits=True))
+    assert all_blocks_free([gpu])
+    assert gpu.tokens == cpu.tokens
+    for key, logits in cpu.logits.items():
+        torch.testing.assert_close(gpu.logits[key].cpu(), logits, rtol=0, atol=2e-5 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits_agree(checkpoints, family):
+    """Of the tokens that both runs draw from the same prefix."""
+    cpu = run(checkpoints[family], "cpu", Script(requests(), want_logits=True), dtype="bfloat16")
+    gpu = run(checkpoints[family], "cuda", Script(requests(), want_logits=True), dtype="bfloat16")
+    for i, prompt in enumerate(PROMPTS):
+        first = (i, len(prompt))
+        worst = float((gpu.logits[first].cpu() - cpu.logits[first]).abs().max())
+        assert worst <= 6e-2 * float(cpu.logits[first].abs().max()), f"request {i}: {worst}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_mode_is_bitwise(checkpoints, family, dtype):
+    """Alone, in a full batch, in chunks of 7, after preemption: the same bits."""
+    settings = {"dtype": dtype, "deterministic": True}
+    batch = run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings)
+    others = [run(checkpoints[family], "cuda", Script(requests([i]), want_logits=True), **settings) for i in (2, 5, 6)]
+    chunked = {"max_batch_tokens": 7, "max_requests": 7}
+    others.append(run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings, **chunked))
+    tight = {"num_blocks": 16, "max_requests": 7}
+    others.append(run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings, **tight))
+    for other in others:
+        for key, logits in other.logits.items():
+            assert torch.equal(logits, batch.logits[key]), f"request {key[0]}, position {key[1]}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_a_gpu_draw_the_same_tokens(checkpoints, rank_pool, world):
+    """Over gloo with CUDA tensors; bitwise in deterministic mode."""
+    model = checkpoints["qwen3_moe"]
+    alone = run(model, "cuda", Script(requests(), want_logits=True), deterministic=True)
+    shape = ModelConfig.from_folder(model).moe_shape
+    rng = np.random.default_rng(world)
+    plan = plan_from_ranks(shape, world, np.stack([rng.permutation(np.arange(10) % world) for _ in shape.moe_layers]))
+    config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True}
+    script = Script(requests(), want_logits=True)
+    results = rank_pool(world).run(drive_on_gpu, {**config, "ranks": world, "plan": plan.to_json()}, script)
+    merged = merge(results)
+    assert merged.tokens == alone.tokens
+    assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())
+
+
+def drive_on_gpu(comm: Comm, config: dict, script: Script):
+    """``drive`` with this rank's tensors on the GPU that all ranks share."""
+    result = drive(Comm(comm.rank, comm.world, torch.device("cuda", 0), comm.data, comm.control), config, script)
+    result.logits = {key: logits.cpu() for key, logits in result.logits.items()}
+    return result
