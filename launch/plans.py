@@ -10,6 +10,8 @@ from placement.trace import Trace, load_trace
 
 BY_SHAPE = {"linear": linear_plan, "round-robin": round_robin_plan}
 FROM_TRACE = ("greedy", "auto")
+AUTO_CAP = 1.05  # most load of a rank over the mean
+AUTO_SECONDS = 10.0
 
 
 def choose_plan(
@@ -46,8 +48,13 @@ def _fitting(plan: Plan, source: str, shape: MoEShape, ranks: int) -> Plan:
 
 
 def _solve(placement: str, trace: Trace, shape: MoEShape, ranks: int) -> Plan:
-    from placement.greedy import solve_lpt_swap
+    """greedy: balanced load alone.  auto: the fewest ranks per token that a balanced load allows."""
+    from placement import methods
     from placement.solution import make_problem
 
-    problem = make_problem(trace, ranks, objective="compute_tail")
-    return with_shape(solve_lpt_swap(problem).plan, shape)
+    if placement == "greedy":
+        solution = methods.find("lpt-swap")(make_problem(trace, ranks, objective="compute_tail"))
+    else:
+        problem = make_problem(trace, ranks, objective="fan_out", cap=AUTO_CAP, seconds=AUTO_SECONDS)
+        solution = methods.find(methods.DEFAULT)(problem)
+    return with_shape(solution.plan, shape)

@@ -9,6 +9,7 @@ from cli import Run
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
 from epmoe.config import ModelConfig
+from launch import plans
 from launch.__main__ import main
 from launch.completion import Completion
 from launch.detokenize import Detokenizer
@@ -16,6 +17,7 @@ from launch.failure import read_error_files
 from launch.plans import choose_plan
 from launch.prompts import read_prompts
 from launch.report import served_LW
+from placement.cost import evaluate
 from placement.plan import MoEShape, linear_plan, make_plan
 from placement.trace import Trace
 
@@ -228,6 +230,12 @@ def test_placements(shape, trace_file):
     assert trace.num_tokens == 400
     assert all(max(len(held) for held in layer) <= 3 for layer in greedy.slots)
     assert (greedy.expert_rank_LE[:, 0] != greedy.expert_rank_LE[:, 1]).all()
+
+
+def test_auto_placement_keeps_the_load_even(shape, trace_file, monkeypatch):
+    monkeypatch.setattr(plans, "AUTO_SECONDS", 0.5)
+    auto, trace = choose_plan("auto", str(trace_file), shape, 2)
+    assert evaluate(auto, trace).compute_tail < evaluate(linear_plan(shape, 2), trace).compute_tail
 
 
 def test_rows_served_by_replicas():
