@@ -93,7 +93,8 @@ def test_solve_on_a_described_machine(run, tmp_path):
 
 
 def test_compare_rows(run, tmp_path):
-    out = ok(run(f"compare --trace t.npz --gpus 4 --holdout 0.5 --method linear lpt eplb --json {tmp_path}/J"))
+    line = "compare --trace t.npz --gpus 4 --holdout 0.5 --seconds 0.4 --method linear lpt eplb"
+    out = ok(run(f"{line} --json {tmp_path}/J"))
     rows = json.loads((tmp_path / "J").read_text())
     assert [row["method"] for row in rows] == ["linear", "lpt", "eplb"]
     figures = {"compute_tail", "compute_tail_worst_layer", "locality", "fan_out", "dispatch_rows", "combine_rows"}
@@ -108,7 +109,7 @@ def test_compare_rows(run, tmp_path):
 
 
 def test_every_method_solves_and_is_compared(run, tmp_path):
-    out = ok(run(f"compare --trace t.npz u.npz --gpus 4 --seconds 1 --json {tmp_path}/J"))
+    out = ok(run(f"compare --trace t.npz u.npz --gpus 4 --seconds 0.5 --json {tmp_path}/J"))
     rows = json.loads((tmp_path / "J").read_text())
     assert {"linear", "lpt", "eplb", "joint"} <= {row["method"] for row in rows}
     by_name = {row["method"]: row for row in rows}

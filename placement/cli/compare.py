@@ -14,7 +14,7 @@ from placement.errors import UserError
 from placement.report import plot_frontier
 from placement.trace import join
 
-BOUND_SECONDS = 4.0  # about the time of the bound that all methods share
+BOUND_SECONDS = 4.0  # most that the bound that all methods share may take, about
 HELP = "run every method on the first part of the tokens and judge them on the rest"
 EXAMPLES = """\
 examples:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     def skip(name: str, reason: str) -> None:
         note(f"{name} left out: {reason}")
 
-    bound = problem_bound(problem, BOUND_SECONDS)
+    bound = problem_bound(problem, min(BOUND_SECONDS, args.seconds / 4))
     for method in chosen:
         with progress_line(method.name, bound) as show:
             rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
