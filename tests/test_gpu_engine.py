@@ -42,7 +42,7 @@ def test_float32_tokens_equal_the_cpu_run(checkpoints, family):
     assert all_blocks_free([gpu])
     assert gpu.tokens == cpu.tokens
     for key, logits in cpu.logits.items():
-        torch.testing.assert_close(gpu.logits[key].cpu(), logits, rtol=0, atol=2e-5 * float(logits.abs().max()))
+        torch.testing.assert_close(gpu.logits[key].cpu(), logits, rtol=0, atol=1e-4 * float(logits.abs().max()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

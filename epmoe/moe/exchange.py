@@ -195,7 +195,7 @@ class AllToAll:
             widths.append((torch.float32, top_k))
         rows_RD, local_RK, *weight = _unpack(buffer, widths)
         received = Received(
-            rows_RD=rows_RD,
+            rows_RD=rows_RD.contiguous(),
             R_cap=len(buffer),
             M_cap=sum(sending.received_pairs_W),
             count_W=torch.tensor(sending.received_rows_W, device=buffer.device),

@@ -97,13 +97,13 @@ def _qkv_kernel(
     tl.store(q_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=live)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:  # padding tokens have no slot
-        head = tl.arange(0, KVH2)
-        live = (head < KVH)[:, None] & (d < D)[None, :]
-        k = _rotated(source + H * D, head, d, live, k_weight_ptr, eps, cos_sin_ptr, token, D, HALF)
-        spot = cache_ptr + head[:, None].to(tl.int64) * head_stride + slot * D + d[None, :]
-        tl.store(spot, k, mask=live)
-        v = tl.load(source + (H + KVH + head[:, None]) * D + d[None, :], mask=live, other=0.0)
-        tl.store(spot + value_stride, v, mask=live)
+        kv_head = tl.arange(0, KVH2)
+        kv_live = (kv_head < KVH)[:, None] & (d < D)[None, :]
+        k = _rotated(source + H * D, kv_head, d, kv_live, k_weight_ptr, eps, cos_sin_ptr, token, D, HALF)
+        spot = cache_ptr + kv_head[:, None].to(tl.int64) * head_stride + slot * D + d[None, :]
+        tl.store(spot, k, mask=kv_live)
+        v = tl.load(source + (H + KVH + kv_head[:, None]) * D + d[None, :], mask=kv_live, other=0.0)
+        tl.store(spot + value_stride, v, mask=kv_live)
 
 
 def split_qkv_triton(
