@@ -112,7 +112,7 @@ class Budget:
 def improve(problem: Problem, sample: Sample, layout: Layout, budget: Budget) -> tuple[Layout, History]:
     """Anneal where the layout's items are."""
     chain = chain_data(problem, sample, layout, layer_limits(problem, sample, layout))
-    pace = replace(pace_of(chain, budget.started, budget.seconds), hot=budget.hot)
+    pace = replace(pace_of(chain, budget.started, budget.seconds), hot=budget.hot, cold=min(COLD, budget.hot / 2))
     rank, history = anneal(problem, chain, layout.rank, pace)
     return replace(layout, rank=rank), history
 

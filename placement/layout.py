@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.cost import round_robin_homes
 from placement.errors import UserError
 from placement.moves import LayerData
 from placement.plan import Plan, make_plan
@@ -66,20 +65,28 @@ class Sample:
 
 
 def draw_sample(problem: Problem) -> Sample:
-    """At most ``MAX_SAMPLE_CELLS`` cells of random tokens (all of them if they are fewer)."""
+    """At most ``MAX_SAMPLE_CELLS`` cells of random tokens (all of them if they are fewer).
+
+    Round-robin homes say nothing of a token, so without given homes each token draws its own: what is fitted then holds
+    for any mix of requests, not for this one's.
+    """
     shape, W = problem.shape, problem.ranks
     L, E, K = shape.num_layers, shape.num_experts, shape.top_k
     if problem.train is None or problem.train.num_tokens == 0:
         load_LHE = np.repeat(problem.profile.load_LE[:, None] / W, W, axis=1)
         return Sample(np.zeros((0, L, K), np.intp), np.zeros(0, np.int64), load_LHE)
     trace = problem.train
-    homes = round_robin_homes(len(trace.seq_lens), W) if problem.homes is None else problem.homes
-    home_T = np.repeat(np.asarray(homes, np.int64), trace.seq_lens)
-    load_LHE = np.stack([_load_HE(trace.expert_ids_TLK[:, layer], home_T, W, E) for layer in range(L)])
+    rng = np.random.default_rng(problem.seed)
+    if problem.homes is None:
+        home_T = rng.permutation(np.arange(trace.num_tokens) % W)
+        load_LHE = np.repeat(problem.profile.load_LE[:, None] / W, W, axis=1)
+    else:
+        home_T = np.repeat(np.asarray(problem.homes, np.int64), trace.seq_lens)
+        load_LHE = np.stack([_load_HE(trace.expert_ids_TLK[:, layer], home_T, W, E) for layer in range(L)])
     limit = max(1, MAX_SAMPLE_CELLS // (L * K))
     which = np.arange(trace.num_tokens)
     if len(which) > limit:
-        which = np.sort(np.random.default_rng(problem.seed).choice(len(which), limit, replace=False))
+        which = np.sort(rng.choice(len(which), limit, replace=False))
     return Sample(trace.expert_ids_TLK[which].astype(np.intp), home_T[which], load_LHE)
 
 
