@@ -62,14 +62,14 @@ class Affinity:
 
 
 def score_prompt(prompt_token_ids: np.ndarray, token_rank_VW: np.ndarray) -> np.ndarray:
-    """float32 ``[W]``: predicted score of each home from prompt token ids alone; ids beyond the table count nothing.
+    """float32 ``[W]``: predicted score of each home from prompt token ids alone; ids beyond the table are ignored.
 
     >>> score_prompt(np.array([0, 1, 1]), np.array([[3.0, 0.0], [0.0, 3.0]]))
     array([1., 2.], dtype=float32)
     """
     ids = np.asarray(prompt_token_ids, np.int64).ravel()
     known = ids[(ids >= 0) & (ids < len(token_rank_VW))]
-    return token_rank_VW[known].astype(np.float32).sum(0) / np.float32(max(1, len(ids)))
+    return token_rank_VW[known].astype(np.float32).sum(0) / np.float32(max(1, len(known)))
 
 
 def score_routing(expert_ids_TLK: np.ndarray, expert_rank_LEW: np.ndarray) -> np.ndarray:
@@ -194,7 +194,7 @@ def _token_table(trace: Trace, heads: list[slice], score_RW: np.ndarray, weight_
 
 
 def _ridge(feature_RX: np.ndarray, score_RW: np.ndarray, weight_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(slope ``[X, W]``, constant ``[W]``): least squares with a penalty, in the dual (fewer requests than features)."""
+    """(slope ``[X, W]``, constant ``[W]``): penalised least squares, in the dual (fewer requests than features)."""
     if not len(feature_RX):
         return np.zeros((feature_RX.shape[1], score_RW.shape[1])), np.zeros(score_RW.shape[1])
     mean_X = feature_RX.mean(0, dtype=np.float64)
