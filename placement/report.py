@@ -28,7 +28,7 @@ SCALARS = (
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """``before`` and ``after`` are costs on the same tokens, machine and homes; ``load_LE`` int64 is the trace's."""
+    """Two plans and their costs on the same tokens and machine; ``load_LE`` int64 is the trace's load per expert."""
 
     before: Plan
     after: Plan
@@ -53,10 +53,15 @@ class Report:
         }
 
 
-def make_report(before: Plan, after: Plan, trace: Trace, topology, **options) -> Report:
-    """``options``: ``homes``, ``combine`` and ``calibration`` of :func:`placement.cost.evaluate`."""
-    costs = [cost.evaluate(plan, trace, topology, **options) for plan in (before, after)]
-    return Report(before, after, *costs, trace.load_LE(), trace.source)
+def make_report(
+    before: tuple[Plan, np.ndarray | None], after: tuple[Plan, np.ndarray | None], trace: Trace, topology, **options
+) -> Report:
+    """``before`` and ``after``: a plan and its home ranks (``None``: round-robin).
+
+    ``options``: ``combine`` and ``calibration`` of :func:`placement.cost.evaluate`.
+    """
+    costs = [cost.evaluate(plan, trace, topology, homes=homes, **options) for plan, homes in (before, after)]
+    return Report(before[0], after[0], *costs, trace.load_LE(), trace.source)
 
 
 def moved_copies(before: Plan, after: Plan) -> int | None:

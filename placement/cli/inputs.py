@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,12 @@ from placement.cli.console import note
 from placement.cost import Calibration
 from placement.errors import UserError
 from placement.formats import read_plan
+from placement.home_rules import choose_homes, read_homes
+from placement.homes import Affinity
 from placement.model_shape import shape_like
 from placement.plan import Plan
 from placement.profile import Profile
-from placement.recording import ReadOptions
+from placement.recording import ReadOptions, cut_sequences
 from placement.topology import NETWORK, NETWORK_LATENCY, NVLINK, NVLINK_LATENCY, Topology, two_level, uniform
 from placement.trace import Trace
 
@@ -39,6 +41,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         help="routing recordings; several are domains of one model (formats: docs/placement.md)",
     )
     add_format_arguments(group)
+    group.add_argument("--cut", type=positive_int, metavar="N", help="cut sequences into requests of at most N tokens")
     group.add_argument("--no-checks", action="store_true", help="do not look for faulty captures (faster)")
 
 
@@ -159,7 +162,13 @@ def load_traces(args: argparse.Namespace) -> list[Trace]:
         if not args.no_checks:
             require_sound(trace, note)
         traces[0].shape.require_same(trace.shape, traces[0].source, trace.source)
-    return traces
+    return [cut_requests(trace, args.cut) for trace in traces] if args.cut else traces
+
+
+def cut_requests(trace: Trace, most: int) -> Trace:
+    """The same tokens as requests of at most ``most`` tokens; a sequence's last piece may be shorter."""
+    lens = [piece for length in trace.seq_lens.tolist() for piece in cut_sequences(length, most)]
+    return replace(trace, seq_lens=np.array(lens, np.int32))
 
 
 def load_loads(args: argparse.Namespace) -> list[Profile] | None:
@@ -214,19 +223,24 @@ def load_plan(path: str, trace: Trace | None, ranks: int | None) -> Plan:
     return read_plan(path, trace.shape if trace is not None else None, ranks)
 
 
-def load_homes(path: str, sequences: int) -> np.ndarray:
-    """int64 ``[sequences]`` from ``.json`` (a list, or ``homes`` in an object), ``.npy`` or ``.npz`` with ``homes``."""
-    file = Path(path)
-    try:
-        if file.suffix in (".npy", ".npz"):
-            loaded = np.load(file, allow_pickle=False)
-            homes = loaded if isinstance(loaded, np.ndarray) else loaded["homes"]
-        else:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-            homes = np.asarray(raw["homes"] if isinstance(raw, dict) else raw)
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"cannot read homes {path}: {error}; give a list with one rank per sequence") from None
-    if homes.shape != (sequences,) or not np.issubdtype(homes.dtype, np.integer):
-        raise UserError(f"{path} holds {homes.dtype} {homes.shape}; give one rank for each of {sequences} sequences")
-    return homes.astype(np.int64)
+def add_homes_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--homes",
+        default="round-robin",
+        metavar="RULE",
+        help="home ranks of the requests: round-robin (default); prompt:N or probe:N, chosen by the plan's affinity"
+        " file from the ids or the routing of a request's first N tokens; or a file with one rank per sequence",
+    )
 
+
+def load_homes(rule: str, plan: Plan, plan_path: str, trace: Trace) -> np.ndarray | None:
+    """int64 ``[sequences]``, or ``None`` for round-robin; see :func:`add_homes_argument`."""
+    if rule == "round-robin":
+        return None
+    match = re.fullmatch(r"(prompt|probe):(\d{1,9})", rule)
+    if match is None:
+        return read_homes(rule, len(trace.seq_lens))
+    if plan.affinity is None:
+        raise UserError(f"{plan_path} has no affinity file for --homes {rule}; solve it with --homes-from")
+    affinity = Affinity.load(Path(plan_path).parent / plan.affinity)
+    return choose_homes(affinity, trace, match[1], int(match[2]))

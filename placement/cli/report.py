@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--before", metavar="PLAN", help="the plan to compare with (default: linear)")
     inputs.add_trace_arguments(parser)
     parser.add_argument("--holdout", type=inputs.share, default=0.0, help="judge on this last share of sequences only")
-    parser.add_argument("--homes", metavar="FILE", help="home rank of each sequence (default: round-robin)")
+    inputs.add_homes_argument(parser)
     inputs.add_machine_arguments(parser)
     inputs.add_cost_arguments(parser)
     parser.add_argument("--solution", metavar="FILE", help="JSON of `solve --json`, for the objective over time")
@@ -57,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.before} has {before.ranks} ranks, {args.plan} has {plan.ranks}; they must agree")
     else:
         before = linear_plan(trace.shape, plan.ranks)
-    homes = inputs.load_homes(args.homes, len(trace.seq_lens)) if args.homes else None
-    calibration = inputs.load_calibration(args)
-    report = make_report(before, plan, trace, topology, homes=homes, combine=args.combine, calibration=calibration)
+    homes = inputs.load_homes(args.homes, plan, args.plan, trace)
+    # a file says where requests were; a rule is part of the new plan, and the old one had none
+    homes_before = homes if homes is not None and ":" not in args.homes else None
+    options = {"combine": args.combine, "calibration": inputs.load_calibration(args)}
+    report = make_report((before, homes_before), (plan, homes), trace, topology, **options)
     solution = _solution(args.solution) if args.solution else None
     if args.json != "-":
         _show(report, args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from placement.cli import inputs
-from placement.cli.console import print_table, require_writable, write_json
+from placement.cli.console import note, print_table, require_writable, write_json
 from placement.errors import UserError
 from placement.plan import linear_plan
 from placement.simulate import simulate
@@ -16,6 +16,7 @@ EXAMPLES = """\
 examples:
   epmoe-placement simulate --trace law.npz --plan linear joint.json --gpus 8 --calibration h200.json
   epmoe-placement simulate --trace law.npz --plan joint.json --homes homes.json --combine reduce
+  epmoe-placement simulate --trace law.npz --plan linear joint.json --gpus 8 --cut 256 --homes probe:32
 
 A calibration file holds {"format": "epmoe-calibration/1", "dispatch_row_bytes", "combine_row_bytes", "pair_seconds",
 "layer_seconds", "step_tokens", "overlap"}. Without one, built-in figures of a mid-size model are used: then compare
@@ -31,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--plan", nargs="+", required=True, metavar="PLAN", help="plans in any format; 'linear' is no placement"
     )
-    parser.add_argument("--homes", metavar="FILE", help="home rank of each sequence (default: round-robin)")
+    inputs.add_homes_argument(parser)
     inputs.add_machine_arguments(parser)
     inputs.add_cost_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write totals and every step ('-': stdout)")
@@ -41,7 +42,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     require_writable(args.json)
     trace = join(inputs.load_traces(args), "+".join(args.trace))
-    homes = inputs.load_homes(args.homes, len(trace.seq_lens)) if args.homes else None
     calibration = inputs.load_calibration(args)
     rows, content = [], []
     for name in args.plan:
@@ -52,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             plan = inputs.load_plan(name, trace, args.gpus)
         topology = inputs.topology_for(plan, args)
+        chosen = args.homes
+        if ":" in chosen and plan.affinity is None:
+            note(f"{name} has no affinity file: its requests get round-robin homes")
+            chosen = "round-robin"
+        homes = inputs.load_homes(chosen, plan, name, trace)
         result = simulate(plan, trace, topology, homes=homes, combine=args.combine, calibration=calibration)
         content.append({"plan": name, **result.to_dict()})
         s = result.summary()
