@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from epmoe.engine.request import SamplingParams
 from launch.completion import Completion
-from launch.session import POLL_S, Session
+from launch.session import Session
 from placement.errors import UserError
 
 
@@ -33,17 +35,16 @@ class Requests:
         self._live: dict[int, Completion] = {}
         self._lengths: dict[int, int] = {}
         self._keep_lengths = keep_lengths
-        self._lock = threading.Lock()
+        self._turn, self._lock = threading.Lock(), threading.Lock()
         self._aborts: deque[int] = deque()
         self._closed = False
 
     def submit(self, completion: Completion, params: SamplingParams) -> int:
         """Send a request; its id."""
-        with self._lock:
+        with self._alone():
             self._require_open()
             number = self.session.add(completion.prompt_token_ids, params.to_dict(), completion.index)
             self._live[number] = completion
-        self._send_aborts()
         return number
 
     def abort(self, number: int) -> None:
@@ -57,31 +58,37 @@ class Requests:
         Raises:
             RankFailure: a rank failed; all are ended then.
         """
-        if not self._lock.acquire(timeout=POLL_S):  # another thread reads, for this one too
-            return []
-        try:
+        with self._alone():
             self._require_open()
             return [gain for event in self.session.events() if (gain := self._take(event)) is not None]
-        finally:
-            self._lock.release()
-            self._send_aborts()
 
     def stop(self) -> None:
         """Abort what is under way and let the ranks report and end."""
         self._aborts.extend(list(self._live))
         self._send_aborts()
-        with self._lock:
+        with self._alone():
             self.session.stop()
 
     def close(self) -> None:
         """End the ranks at once."""
-        with self._lock:
+        with self._alone():
             self._closed = True
             self.session.close()
 
     def lengths(self) -> dict[int, int]:
         """Tokens of each request that its user's result accounts for (see :attr:`Completion.run_tokens`)."""
         return {**self._lengths, **{number: completion.run_tokens for number, completion in self._live.items()}}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Threads take turns: one that reads in a loop cannot keep the others out."""
+        with self._turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+            self._send_aborts()
 
     def _send_aborts(self) -> None:
         """Never waits: a forgotten stream may be collected, and abort, while its own thread holds the lock.
@@ -90,7 +97,7 @@ class Requests:
         """
         while self._aborts and self._lock.acquire(blocking=False):
             try:
-                number = self._aborts.popleft()
+                number = self._aborts.popleft() if self._aborts else None
                 if number in self._live and not self._closed:
                     self.session.abort(number)
             finally:
