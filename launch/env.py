@@ -27,6 +27,7 @@ class Torchrun:
     master_port: int
     restart: int
     agent_store: bool  # torchrun itself keeps the store at the master address
+    log_dir: str  # this rank's own folder, which torchrun makes
 
 
 def read_torchrun() -> Torchrun | None:
@@ -40,9 +41,14 @@ def read_torchrun() -> Torchrun | None:
         port = int(os.environ["MASTER_PORT"])
     except ValueError as error:
         raise UserError(f"a variable of torchrun is no whole number ({error}); start ranks with torchrun") from None
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Torchrun(rank, world, local_rank, local_world, os.environ["MASTER_ADDR"], port, restart, agent_store)
+    return Torchrun(
+        *(rank, world, local_rank, local_world),
+        master_addr=os.environ["MASTER_ADDR"],
+        master_port=port,
+        restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        log_dir=str(Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "./error.json")).parent),
+    )
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 The front binds its sockets and tells rank 0, over a pipe, where they are and what the engine's configuration is; rank 0
 hands that to the other ranks through the job's store.  ``python -m launch.torchrun FD WORLD LOCAL_WORLD INTERFACE
-COMMAND ...`` is that front.
+COMMAND ...`` is that front; INTERFACE is the address to listen on, ``-`` within one machine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     _drain_on_signals(front, started)
     word = json.loads(_share(torchrun, None if front is None else _front_word(front, word)))
     started.set()
-    run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else tempfile.mkdtemp(prefix="epmoe-")
+    run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else torchrun.log_dir
 
     about = {
         "rank": torchrun.rank,
@@ -62,7 +62,8 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
 def _start_front(torchrun: Torchrun, argv: list[str]) -> tuple[subprocess.Popen, int]:
     """The front's process, and the pipe its word comes through."""
     read, write = os.pipe()
-    interface = "127.0.0.1" if torchrun.world == torchrun.local_world else torchrun.master_addr
+    one_machine = torchrun.world == torchrun.local_world
+    interface = "-" if one_machine else socket.gethostbyname(torchrun.master_addr)
     about = [str(write), str(torchrun.world), str(torchrun.local_world), interface]
     process = subprocess.Popen(
         [sys.executable, "-m", "launch.torchrun", *about, *argv],
@@ -163,7 +164,7 @@ class Attached:
 
 def front_main() -> int:
     word, world, local_world = (int(text) for text in sys.argv[1:4])
-    interface = None if sys.argv[4] == "127.0.0.1" else sys.argv[4]
+    interface = None if sys.argv[4] == "-" else sys.argv[4]
 
     from launch.__main__ import main
     from launch.session import Starting
