@@ -27,6 +27,8 @@ from placement.states import layer_caps
 _TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the smoothed dual, in units of the mean entry of W
 _CELL_EVALUATIONS_PER_SECOND = 1.2e7  # of the smoothed dual on one core
 _SVD_CELLS_PER_SECOND = 1.6e6  # with the singular values, at 64 x 64; they grow with the side
+_SPLIT_TEMPERATURES = (0.1, 0.03, 0.01)
+_SHORT_MATCHING = 15  # iterations per temperature that prepare the split well enough
 _FAN_OUT_ROUNDS = 3
 
 
@@ -191,10 +193,13 @@ def _effort(cells: int, side: int, seconds: float, spectral: bool) -> tuple[int,
 
     They follow from the time allowed by fixed rates, not from a clock, so that a bound can be repeated.
     """
-    matching = int(min(80, seconds * 0.5 * _CELL_EVALUATIONS_PER_SECOND / max(1, cells) / len(_TEMPERATURES)))
-    svd_rate = _SVD_CELLS_PER_SECOND * 64 / side
-    split = int(min(120, seconds * 0.5 * svd_rate / max(1, cells) / len(_TEMPERATURES[1:])))
-    return max(4, matching), split if spectral and split >= 10 else 0
+    per_second = _CELL_EVALUATIONS_PER_SECOND / max(1, cells)
+    short = len(_TEMPERATURES) * _SHORT_MATCHING / per_second
+    svd_per_second = _SVD_CELLS_PER_SECOND * 64 / side / max(1, cells)
+    split = int(min(120, (seconds - short) * svd_per_second / len(_SPLIT_TEMPERATURES)))
+    if spectral and split >= 8:
+        return _SHORT_MATCHING, split
+    return max(4, int(min(80, seconds * per_second / len(_TEMPERATURES)))), 0
 
 
 def _pair_bound(pair: _Pair, matching: int, split: int) -> tuple[float, np.ndarray]:
@@ -217,7 +222,7 @@ def _pair_bound(pair: _Pair, matching: int, split: int) -> tuple[float, np.ndarr
     if split:
         x = np.concatenate([x, np.zeros(E * E)])
         lower = np.concatenate([lower, np.full(E * E, -np.inf)])
-        for temperature in _TEMPERATURES[1:]:
+        for temperature in _SPLIT_TEMPERATURES:
             x = _descend(_smooth_split, x, lower, (pair, gain_EE, temperature), split)
             prices, split_EE = x[: 4 * E + 1], x[4 * E + 1 :].reshape(E, E)
             best = min(best, _exact(pair, gain_EE, prices, split_EE))
@@ -308,10 +313,8 @@ def _centred(matrix_EE: np.ndarray) -> np.ndarray:
 def _capped_simplex(value: np.ndarray, total: float) -> np.ndarray:
     """The nearest point with ``0 <= s <= 1`` and ``sum(s) <= total``; ``value`` is not negative."""
     clipped = np.minimum(value, 1)
-    low, high = 0.0, float(value.max())
     if clipped.sum() <= total:
         return clipped
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.clip(value - middle, 0, 1).sum() > total else (low, middle)
-    return np.clip(value - high, 0, 1)
+    shifts = np.sort(np.concatenate([value, value - 1]))  # the sum of the shifted is linear between these
+    sums = np.clip(value - shifts[:, None], 0, 1).sum(1)
+    return np.clip(value - np.interp(-total, -sums, shifts), 0, 1)

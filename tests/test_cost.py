@@ -1,6 +1,7 @@
 """The cost function equals its definition written as loops, and the figures known of a real trace."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from placement.errors import UserError
 from placement.plan import MoEShape, linear_plan, make_plan
 from placement.profile import count_pairs, mix, profile_trace, profile_traces
 from placement.topology import two_level, uniform
-from placement.trace import Trace, load_trace
+from placement.trace import Trace, load_trace, stream_trace
 
 
 def by_loops(plan, trace, topology, homes, calibration, combine):
@@ -192,3 +193,20 @@ def test_profile_counts_pairs():
         np.testing.assert_array_equal(getattr(halves, name), getattr(profile, name))
     np.testing.assert_allclose(mix([profile, profile], [0.25, 0.5]).load_LE, 0.75 * profile.load_LE)
     assert count_pairs(np.zeros((0, 2), np.uint8), np.zeros((0, 2), np.uint8), 3).sum() == 0
+
+
+def test_a_stream_of_shards_is_counted_fast_enough_for_fifty_million_rows(tmp_path):
+    """Reading, checking and counting: 120 s of one core for 50 million (token, layer) rows, by their share here."""
+    shape, tokens = MoEShape(tuple(range(24)), 128, 8), 10_000
+    rng = np.random.default_rng(0)
+    for shard in range(2):
+        first_TL1 = rng.zipf(1.5, (tokens, 24, 1)) % 128
+        ids = (first_TL1 + np.arange(8) * rng.integers(1, 15, (tokens, 24, 1))) % 128
+        Trace(shape, ids.astype(np.uint8), np.full(100, 100)).save(tmp_path / f"t.{shard:03d}.npz")
+    started = time.process_time()
+    profile = profile_traces(stream_trace(tmp_path / "t.npz"))
+    seconds = time.process_time() - started
+    rows = 2 * tokens * 24
+    assert profile.load_LE.sum() == rows * 8
+    assert profile.transitions_LEE.sum() == 2 * tokens * 23 * 64
+    assert seconds / rows * 50e6 < 120

@@ -75,7 +75,7 @@ def test_strength_on_a_real_trace(shared_dir):
 @pytest.mark.soak
 def test_the_spectral_split_strengthens_the_bound(shared_dir):
     train, _ = load_trace(shared_dir / "traces" / "dsv2lite_law.npz").split(0.5)
-    assert locality_bound(make_problem(train, 8, cap=1.05), 15.0) <= 0.352
+    assert locality_bound(make_problem(train, 8, cap=1.05), 4.0) <= 0.352
 
 
 def test_edges():
