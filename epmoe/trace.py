@@ -96,6 +96,10 @@ class RoutingRecorder:
         if columns:
             self._pieces.append(_to_host(torch.cat(columns, 1)))
 
+    def forget(self, number: int) -> None:
+        """Leave out a request that another rank computes from its start; its columns still count against the limit."""
+        self._sequences.pop(number, None)
+
     def sequences(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(request id, token ids uint32 ``[T]``, expert ids ``[T, L, K]``) of each request; waits for the device.
 

@@ -17,6 +17,9 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "record_transformers_
 def record(comm: Comm, config: dict, requests: list[tuple[int, list[int], dict]]) -> dict:
     """Run requests ``(id, prompt, params)`` to their end; this rank's sequences, outputs and counters."""
     engine = Engine(EngineConfig.from_dict(config), comm)
+    moved = []
+    withdraw = engine.scheduler.withdraw
+    engine.scheduler.withdraw = lambda number: (moved.append(number), withdraw(number))
     messages = [{"op": "add", "id": n, "prompt": prompt, "params": params} for n, prompt, params in requests]
     messages = [*messages, {"op": "stop"}] if comm.rank == 0 else []
     outputs: dict[int, list[int]] = {}
@@ -29,6 +32,7 @@ def record(comm: Comm, config: dict, requests: list[tuple[int, list[int], dict]]
         "sequences": sequences,
         "outputs": outputs,
         "full": engine.recorder.full,
+        "moved": moved,
         "preemptions": engine.report()["preemptions"],
     }
 

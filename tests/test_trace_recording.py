@@ -41,12 +41,15 @@ def some_requests(count=7, seed=0):
     return [(n, p, {"max_tokens": m, "temperature": 0.0}) for n, (p, m) in enumerate(zip(prompts, limits))]
 
 
-@pytest.mark.parametrize("world, num_blocks", [(1, 8), (1, None), (2, 8)])
-def test_equals_transformers(model, reference, rank_pool, world, num_blocks):
-    requests = some_requests()
-    config = {**ENGINE, "model": str(model), "ranks": world, "num_blocks": num_blocks}
-    ranks = rank_pool(world).run(record, config, requests)
-    if num_blocks:
+@pytest.mark.parametrize(
+    "world, settings", [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4})]
+)
+def test_equals_transformers(model, reference, rank_pool, world, settings):
+    requests = some_requests(seed=int("probe_tokens" in settings))
+    ranks = rank_pool(world).run(record, {**ENGINE, "model": str(model), "ranks": world, **settings}, requests)
+    if "probe_tokens" in settings:
+        assert any(rank["moved"] for rank in ranks), "no request changed its home"
+    if "num_blocks" in settings:
         assert sum(rank["preemptions"] for rank in ranks), "no sequence was recomputed"
     seen = set()
     for rank in ranks:

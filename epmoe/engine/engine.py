@@ -240,6 +240,8 @@ class Engine:
                 here.probe = 0
             elif here is not None:
                 self.scheduler.withdraw(number)
+                if self.recorder is not None:
+                    self.recorder.forget(number)
             elif home == self.comm.rank:
                 self._adopt(message)
         announced = {number for number, _ in self._decided}
