@@ -182,6 +182,7 @@ class EngineConfig:
         threads: intra-op threads of one rank; None divides the cores among the ranks of a node.
         async_steps: prepare step n + 1 while the device runs step n.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
+        overlap: cut every step in two lanes, so that each computes while the other's rows travel.
         probe_tokens: run this many tokens of a longer prompt first and move the request, before the rest, to the rank
             that serves most of the experts they chose (0: off).
         affinity: file of the plan's token affinities; homes are then chosen from prompt token ids.
@@ -205,6 +206,7 @@ class EngineConfig:
     seed: int = 0
     async_steps: bool = True
     record_tokens: int = 0
+    overlap: bool = False
     probe_tokens: int = 0
     affinity: str | None = None
     stall_seconds: int = 300

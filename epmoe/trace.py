@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from epmoe.engine.request import Request
     from epmoe.engine.scheduler import Chunk
 
-Observe = Callable[[int, torch.Tensor], None]
+Observe = Callable[[int, torch.Tensor, int], None]  # MoE layer, choices [T, K], their first row in the step
 
 
 def observe_all(observers: list[Observe]) -> Observe:
     """One observer that hands each layer's choices to all of them."""
 
-    def observe(moe_layer: int, expert_TK: torch.Tensor) -> None:
+    def observe(moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
         for each in observers:
-            each(moe_layer, expert_TK)
+            each(moe_layer, expert_TK, first_row)
 
     return observe
 
@@ -35,7 +35,7 @@ class ExpertLoads:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.load_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor) -> None:
+    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
         flat = expert_TK.flatten().long()
         self.load_LE[moe_layer].index_add_(0, flat, torch.ones_like(flat))
 
@@ -72,8 +72,8 @@ class RoutingRecorder:
     def full(self) -> bool:
         return self._room == 0
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor) -> None:
-        self._step_LTK[moe_layer, : len(expert_TK)].copy_(expert_TK)
+    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
+        self._step_LTK[moe_layer, first_row : first_row + len(expert_TK)].copy_(expert_TK)
 
     def keep(self, chunks: list[Chunk]) -> None:
         """Hold on to the new positions of the step just launched with ``chunks``."""

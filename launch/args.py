@@ -66,6 +66,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", help="JSON file of engine settings; options given here come first")
     group.add_argument("--dtype", help="float32, bfloat16, float16, or auto: float32 on CPU, the model's own on a GPU")
     group.add_argument("--deterministic", action="store_true", help="bitwise equal output for any ranks and batching")
+    group.add_argument("--overlap", action="store_true", help="two micro-batches: one computes while the other travels")
     for option, (_, kind, text) in ENGINE.items():
         group.add_argument(option, type=kind, help=text)
 
@@ -111,8 +112,7 @@ def engine_config(args: argparse.Namespace, starting: Starting) -> tuple[EngineC
     if args.ranks not in (None, starting.world):
         raise UserError(f"--ranks is {args.ranks}, torchrun started {starting.world} ranks; leave --ranks out")
     settings = {**_settings_file(args.config), **_given(args, ENGINE)}
-    if args.deterministic:
-        settings["deterministic"] = True
+    settings |= {flag: True for flag in ("deterministic", "overlap") if getattr(args, flag)}
     if args.dtype is not None:
         settings["dtype"] = args.dtype
     return complete_settings(args.model, settings, starting, args.config or "engine config")

@@ -80,14 +80,14 @@ def _watch(engine: Engine, result: Result, want_logits: bool) -> None:
     launch, forward = engine.runner.launch, engine.runner.decoder.forward
     seen = []
 
-    def watched_forward(batch, cache, observe):
-        logits = forward(batch, cache, observe)
+    def watched_forward(lanes, cache, observe):
+        logits = forward(lanes, cache, observe)
         seen.append(logits.float().clone())
         return logits
 
-    def watched_launch(chunks):
+    def watched_launch(chunks, lanes):
         result.tokens_by_step.append(sum(chunk.count for chunk in chunks))
-        launched = launch(chunks)
+        launched = launch(chunks, lanes)
         logits = seen.pop()
         if want_logits:
             for row, chunk in zip(logits, [chunk for chunk in chunks if chunk.samples]):

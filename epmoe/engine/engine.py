@@ -115,7 +115,8 @@ class Engine:
         self.comm.at.step, self.comm.at.stage = self.steps, "agree"
         chunks = self.scheduler.schedule()
         headers, messages = self._agree(chunks, messages)
-        launched = self._launch(chunks) if any(header.tokens for header in headers) else None
+        lanes = agreed_lanes(headers, self.engine.overlap)
+        launched = self._launch(chunks, lanes) if lanes else None
         outputs = self._commit(*self._in_flight) if self._in_flight is not None else []
         self._in_flight = None
         if launched is not None:
@@ -175,11 +176,11 @@ class Engine:
         size = headers[0].payload_bytes
         return headers, msgpack.unpackb(self.comm.broadcast_bytes(payload, size)) if size else []
 
-    def _launch(self, chunks: list[Chunk]) -> Launched:
+    def _launch(self, chunks: list[Chunk], lanes: int) -> Launched:
         started = time.perf_counter()
         if self.probes is not None:
             self.probes.expect(chunks)
-        launched = self.runner.launch(chunks)
+        launched = self.runner.launch(chunks, lanes)
         if self.recorder is not None:
             self.recorder.keep(chunks)
         self.forwards += 1
@@ -257,6 +258,12 @@ class Engine:
         loads = list(loads)
         loads[self.comm.rank] = RankLoad(own.queued_tokens - tokens, own.free_blocks + len(request.blocks))
         return assign_home(tokens, loads, self.engine.block_size, self.probes.take(request.id).numpy())
+
+
+def agreed_lanes(headers: list[Header], overlap: bool) -> int:
+    """How many lanes the step has on every rank: 0 if no rank has a token, 2 if some rank can split its own."""
+    most = max(header.tokens for header in headers)
+    return 2 if overlap and most > 1 and len(headers) > 1 else min(most, 1)
 
 
 def longest(message: dict) -> int:

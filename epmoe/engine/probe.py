@@ -31,9 +31,10 @@ class ProbeScores:
                 self._spans.append((chunk.request.id, row, row + chunk.count))
             row += chunk.count
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor) -> None:
+    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
         for number, start, stop in self._spans:
-            rows_W = self._holds_LEW[moe_layer][expert_TK[start:stop].long()].any(1).sum(0)
+            span_TK = expert_TK[max(start - first_row, 0) : max(stop - first_row, 0)]
+            rows_W = self._holds_LEW[moe_layer][span_TK.long()].any(1).sum(0)
             self._score[number] = self._score.get(number, 0) + rows_W
 
     def take(self, number: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from epmoe.config import EngineConfig
-from epmoe.engine.scheduler import Chunk
+from epmoe.engine.scheduler import Chunk, split_lanes
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.sampling import SampleRow, noise_key, sample
@@ -61,9 +61,10 @@ class Runner:
         self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
         self.last_token = torch.zeros(engine.max_requests, dtype=torch.int64, device=cache.device)
 
-    def launch(self, chunks: list[Chunk]) -> Launched:
-        batch = self._build(chunks)
-        logits_NV = self.decoder.forward(batch, self.cache, self.observe)
+    def launch(self, chunks: list[Chunk], lanes: int = 1) -> Launched:
+        """Start a step, in one or two lanes as all ranks agreed."""
+        parts = split_lanes(chunks) if lanes == 2 else (chunks,)
+        logits_NV = self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe)
         drawing = [chunk for chunk in chunks if chunk.samples]
         if not drawing:
             return Launched(torch.empty(0, dtype=torch.int64))

@@ -25,6 +25,12 @@ class Chunk:
     samples: bool
     position: int  # of the token to be drawn, if it samples
 
+    def cut(self, count: int) -> tuple[Chunk, Chunk]:
+        """The first ``count`` tokens, which draw nothing, and the rest."""
+        assert 0 < count < self.count, f"{count} of {self.count} tokens"
+        rest = Chunk(self.request, self.start + count, self.count - count, self.samples, self.position)
+        return Chunk(self.request, self.start, count, False, self.position), rest
+
 
 class Scheduler:
     """The queues of one rank. ``running`` and ``waiting`` are in order of arrival (request id)."""
@@ -162,7 +168,8 @@ class Scheduler:
             if request.pending:  # preempted with a token still on the device: its id is known next step
                 break
             prefix = [] if request.probe else self.pool.hold_prefix(request)  # a probe is there to be computed
-            if self.pool.blocks_for(request.total) - len(prefix) > self.pool.num_free:
+            roomy = self.pool.blocks_for(request.total) - len(prefix) <= self.pool.num_free
+            if not roomy or self._can_share_soon(request, len(prefix)):
                 self.pool.release(prefix)
                 break
             self.waiting.popleft()
@@ -173,6 +180,13 @@ class Scheduler:
             count = min(self._want(request), budget)
             chunks.append(self._take(request, count))
             budget -= count
+
+    def _can_share_soon(self, request: Request, held: int) -> bool:
+        """Whether a sample's next block is just being computed, by another sample of its prompt: it waits for that."""
+        if not request.sample_index or held >= (request.known - 1) // self.pool.block_size:
+            return False
+        wanted = request.block_hashes[held : held + 1]
+        return bool(wanted) and any(other.block_hashes[held : held + 1] == wanted for other in self.running)
 
     def _insert(self, request: Request) -> None:
         at = len(self.running)
@@ -205,3 +219,24 @@ class Scheduler:
         request.blocks = []
         self._rows.append(request.row)
         request.row = -1
+
+
+def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """Cut a step in two lanes (see ``moe.overlap``) of about equal tokens, in order.
+
+    The cut is between requests if one lies within an eighth of the middle; else the chunk in the middle is cut, and its
+    earlier part (lane 0) writes its keys before the later part attends, in every layer.
+    """
+    total = sum(chunk.count for chunk in chunks)
+    before = 0
+    for n, chunk in enumerate(chunks):
+        after = before + chunk.count
+        if 2 * after >= total:
+            over, under = 2 * after - total, total - 2 * before
+            if chunk.count == 1 or 8 * min(over, under) <= total:
+                end = n + 1 if over <= under else n
+                return chunks[:end], chunks[end:]
+            early, late = chunk.cut(total // 2 - before)
+            return [*chunks[:n], early], [late, *chunks[n + 1 :]]
+        before = after
+    return chunks, []

@@ -5,7 +5,9 @@ Every rank calls :meth:`Decoder.forward` in every step that any rank has work fo
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -13,9 +15,10 @@ from torch.nn import functional
 
 from epmoe.config import ModelConfig
 from epmoe.model.attention import attend
-from epmoe.model.weights import LayerWeights, ModelWeights, MoEWeights
+from epmoe.model.weights import ModelWeights, MoEWeights
 from epmoe.moe.exchange import Exchange
 from epmoe.moe.layer import MoELayer, gated_mlp
+from epmoe.moe.overlap import interleave
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.linear import linear
 from epmoe.ops.norm import add_rms_norm, rms_norm
@@ -41,7 +44,7 @@ class Batch:
 class RoutingObserver(Protocol):
     """Sees every router decision of real tokens; must not block (see ``epmoe.trace``)."""
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor) -> None: ...
+    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None: ...
 
 
 class Decoder:
@@ -57,16 +60,29 @@ class Decoder:
         for row, index in enumerate(config.moe_layers):
             mlp = weights.layers[index].mlp
             assert isinstance(mlp, MoEWeights), f"layer {index} is listed in moe_layers {config.moe_layers}"
-            self.moe[index] = MoELayer(mlp, config.router, config.top_k, serve_LE[row], exchange, tiled)
+            self.moe[index] = MoELayer(index, mlp, config.router, config.top_k, serve_LE[row], exchange, tiled)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: torch.Tensor, observe: RoutingObserver | None = None) -> torch.Tensor:
-        """Logits ``[len(sample_rows), V]`` in the model dtype.
+    def forward(
+        self, lanes: Sequence[Batch], cache: torch.Tensor, observe: RoutingObserver | None = None
+    ) -> torch.Tensor:
+        """Logits ``[sample rows of all lanes, V]`` in the model dtype.
 
         Args:
+            lanes: the step's tokens, as one batch or cut in two (see ``moe.overlap``).
             cache: ``[layers, 2, KVH, blocks, block_size, d]``, this step's keys and values are written to it.
-            observe: called with each MoE layer's number (0, 1, ...) and choices ``[T, K]``.
+            observe: called with each MoE layer's number (0, 1, ...), choices ``[T, K]``, and their first row in the
+                step.
         """
+        first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
+        stages = [self._lane((n, first[n]), batch, cache, observe) for n, batch in enumerate(lanes)]
+        logits = interleave(stages)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _lane(
+        self, place: tuple[int, int], batch: Batch, cache: torch.Tensor, observe: RoutingObserver | None
+    ) -> Generator[None, None, torch.Tensor]:
+        """One lane through all layers; ``place``: its number, and its first row in the step."""
         config, at = self.config, self.exchange.comm.at
         cos_sin = self.rotary[batch.attention.position_T]
         x = functional.embedding(batch.token_T, self.weights.embed)
@@ -76,17 +92,14 @@ class Decoder:
             x, residual = add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
             x = attend(x, layer.attention, cache[index], batch.attention, cos_sin, (config, self.tiled))
             x, residual = add_rms_norm(x, residual, layer.post_norm, config.rms_norm_eps)
-            x = self._mlp(index, layer, x, observe)
+            if (moe := self.moe.get(index)) is None:
+                x = gated_mlp(x, layer.mlp, self.tiled)
+                continue
+            at.stage = "router"
+            routing = moe.route(x)
+            if observe is not None:
+                observe(config.moe_layers.index(index), routing.expert_TK, place[1])
+            x = yield from moe.stages(x, routing, place[0])
         at.layer, at.stage = -1, "head"
         x = (x + residual)[batch.sample_rows]
         return linear(rms_norm(x, self.weights.final_norm, config.rms_norm_eps), self.weights.head, tiled=self.tiled)
-
-    def _mlp(self, index: int, layer: LayerWeights, x: torch.Tensor, observe: RoutingObserver | None) -> torch.Tensor:
-        moe = self.moe.get(index)
-        if moe is None:
-            return gated_mlp(x, layer.mlp, self.tiled)
-        self.exchange.comm.at.stage = "router"
-        routing = moe.route(x)
-        if observe is not None:
-            observe(self.config.moe_layers.index(index), routing.expert_TK)
-        return moe.forward(x, routing)

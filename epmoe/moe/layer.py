@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class MoELayer:
     """What a MoE layer is besides its input.
 
     Args:
+        index: its number in the model.
         weights: router, this rank's experts, shared experts.
         rule: how scores become choices and weights.
         serve_slot_E: int32 ``[E]``, the global slot that serves each expert for tokens of this home rank.
@@ -35,6 +37,7 @@ class MoELayer:
         tiled: row-invariant arithmetic (deterministic mode).
     """
 
+    index: int
     weights: MoEWeights
     rule: RouterRule
     top_k: int
@@ -66,14 +69,18 @@ class MoELayer:
             out_TD = sigmoid(linear(x_TD, weights.shared_gate, tiled=self.tiled), self.tiled) * out_TD
         return out_TD
 
-    def forward(self, x_TD: torch.Tensor, routing: Routing, lane: int = 0) -> torch.Tensor:
-        """The layer's output ``[T, D]`` for one lane, communication in line with computation."""
-        exchange = self.exchange
+    def stages(self, x_TD: torch.Tensor, routing: Routing, lane: int) -> Generator[None, None, torch.Tensor]:
+        """The layer's output ``[T, D]`` for one lane; stops while its rows are under way (see ``moe.overlap``)."""
+        exchange, at = self.exchange, self.exchange.comm.at
         sending = exchange.dispatch_begin(x_TD, routing.slot_TK, routing.weight_TK, lane)
         shared_TD = self.shared(x_TD)
+        yield
+        at.layer = self.index
         received, way_back = exchange.dispatch_end(sending, self.weights.experts.down.shape[0])
-        exchange.comm.at.stage = "experts"
+        at.stage = "experts"
         returning = exchange.combine_begin(self.experts(received), way_back)
+        yield
+        at.layer = self.index
         return exchange.combine_end(returning, shared_TD)
 
 

@@ -1,0 +1,67 @@
+"""Two lanes: how a step is cut, in which order lanes run, and that they change no bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drive import Script, all_blocks_free, drive, merge
+from tiny_checkpoints import save_tiny
+
+from epmoe.comm import Comm
+from epmoe.config import ModelConfig
+from epmoe.engine.request import Request, SamplingParams
+from epmoe.engine.scheduler import Chunk, split_lanes
+from epmoe.moe.overlap import interleave
+from placement.plan import plan_from_ranks
+
+
+def chunk(number: int, count: int) -> Chunk:
+    request = Request(number, [1] * 500, SamplingParams(), 0)
+    return Chunk(request, 3, count, True, 3 + count)
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 1], [1, 1, 1], [2], [500], [1, 500], [500, 1], [7, 1, 1, 30, 2, 2]])
+def test_a_step_is_cut_in_order_and_about_the_middle(counts):
+    chunks = [chunk(n, count) for n, count in enumerate(counts)]
+    lanes = split_lanes(chunks)
+    assert len(lanes) == 2
+    positions = [(c.request.id, p) for lane in lanes for c in lane for p in range(c.start, c.start + c.count)]
+    assert positions == [(c.request.id, p) for c in chunks for p in range(c.start, c.start + c.count)]
+    drawn = [(c.request.id, c.position) for lane in lanes for c in lane if c.samples]
+    assert drawn == [(c.request.id, c.position) for c in chunks]
+    sizes = [sum(c.count for c in lane) for lane in lanes]
+    assert abs(sizes[0] - sizes[1]) <= max(1, sum(sizes) // 8)
+
+
+def test_lanes_take_turns_and_may_differ_in_length():
+    seen = []
+
+    def lane(name: str, stops: int):
+        for stop in range(stops):
+            seen.append((name, stop))
+            yield
+        return name
+
+    assert interleave([lane("a", 2), lane("b", 0), lane("c", 1)]) == ["a", "b", "c"]
+    assert seen == [("a", 0), ("c", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_lanes_draw_the_same_bits(tmp_path, rank_pool, world):
+    """Ranks with one token, none, and many; a long prompt that is cut within a chunk."""
+    model = str(save_tiny(tmp_path, "qwen2_moe", num_experts=10, top_k=3))
+    lengths = [90, 1] if world == 2 else [90, 1, 7, 7, 30]
+    requests = [(i, list(range(9, 9 + n)), {"temperature": 0.0, "max_tokens": 5}) for i, n in enumerate(lengths)]
+    config = {"model": model, "max_model_len": 128, "num_blocks": 64, "deterministic": True}
+    script = Script(requests, arrive={1: 2}, want_logits=True)
+    alone = drive(Comm(0, 1, torch.device("cpu")), config, script)
+    shape = ModelConfig.from_folder(model).moe_shape
+    rng = np.random.default_rng(world)
+    plan = plan_from_ranks(shape, world, np.stack([rng.permutation(np.arange(10) % world) for _ in shape.moe_layers]))
+    config |= {"ranks": world, "plan": plan.to_json(), "overlap": True}
+    results = rank_pool(world).run(drive, config, script)
+    merged = merge(results)
+    assert all_blocks_free(results)
+    assert merged.tokens == alone.tokens
+    assert all(torch.equal(logits, alone.logits[key]) for key, logits in merged.logits.items())
