@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {  # command -> (module with add_arguments and run, help)
     "generate": ("launch.generate", "continue prompts"),
+    "demo": ("launch.demo", "the embedded model on 2 ranks, its placement solved from its own traces"),
     "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
 }
 USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="folder of a checkpoint, or a model's id on the hub")
+    parser.add_argument("--model", required=True, help="folder of a checkpoint, a hub id, or demo (in the package)")
     parser.add_argument("--ranks", type=int, help="number of rank processes (default 1; torchrun says it itself)")
 
 
@@ -58,7 +58,9 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement", default="linear", help="linear, round-robin, greedy, auto, or a plan file (default linear)"
     )
-    parser.add_argument("--trace", help="routing trace that greedy and auto solve for")
+    parser.add_argument(
+        "--trace", nargs="+", metavar="FILE", help="routing traces that greedy and auto solve for; demo: the package's"
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,23 +1,28 @@
-"""``--model``: a folder, or a model's id on the hub."""
+"""``--model``: a folder, a model's id on the hub, or ``demo``, the model that ships in the package."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import epmoe
 from placement.errors import UserError
 
+DEMO = "demo"
+DEMO_FOLDER = Path(epmoe.__file__).parent / "demo_model"
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 TIMEOUT_S = 5.0
 
 
 def resolve_model(name: str) -> Path:
     """The checkpoint's folder; a hub id is taken from the local cache or downloaded."""
+    if name == DEMO:
+        return DEMO_FOLDER
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise UserError(f"model folder {name} does not exist; give a folder or a hub id OWNER/NAME")
+        raise UserError(f"model folder {name} does not exist; give a folder, a hub id OWNER/NAME, or {DEMO}")
     return _from_hub(name)
 
 

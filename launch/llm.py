@@ -71,7 +71,7 @@ class LLM:
     Args:
         model: folder of a checkpoint, or a model's id on the hub.
         placement: "linear", "round-robin", "greedy", "auto", a plan file, or a ``Plan``.
-        trace: routing trace that "greedy" and "auto" solve for.
+        trace: routing trace, or several, that "greedy" and "auto" solve for; "demo" are the package's.
         record_trace: file that the routing of all tokens is written to when this is closed.
         record_tokens: most tokens to record, over all ranks; what comes later is left out.
         settings: fields of ``epmoe.config.EngineConfig``: device, dtype, combine, deterministic, max_model_len, ...
@@ -88,7 +88,7 @@ class LLM:
         model: str | Path,
         ranks: int = 1,
         placement: str | Path | Plan = "linear",
-        trace: str | Path | None = None,
+        trace: str | Path | Sequence[str | Path] | None = None,
         *,
         record_trace: str | Path | None = None,
         record_tokens: int = recording.RECORD_TOKENS,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from launch.hub import DEMO, DEMO_FOLDER
 from placement.errors import UserError
 from placement.plan import MoEShape, Plan, linear_plan, round_robin_plan, with_shape
-from placement.trace import Trace, load_trace
+from placement.trace import Trace, join, load_trace
 
 BY_SHAPE = {"linear": linear_plan, "round-robin": round_robin_plan}
 FROM_TRACE = ("greedy", "auto")
@@ -15,13 +17,10 @@ AUTO_SECONDS = 10.0
 
 
 def choose_plan(
-    placement: str | Path | Plan, trace_path: str | Path | None, shape: MoEShape, ranks: int
+    placement: str | Path | Plan, trace_paths: str | Path | Sequence[str | Path] | None, shape: MoEShape, ranks: int
 ) -> tuple[Plan, Trace | None]:
-    """The plan that ``--placement`` and ``--trace`` ask for, and the trace; both fit the model."""
-    trace = None
-    if trace_path is not None:
-        trace = load_trace(trace_path)
-        shape.require_same(trace.shape, "the model", f"trace {trace_path}")
+    """The plan that ``--placement`` and ``--trace`` ask for, and the joined traces; all fit the model."""
+    trace = _read(trace_paths, shape)
     if placement in BY_SHAPE:
         return BY_SHAPE[placement](shape, ranks), trace
     if placement in FROM_TRACE:
@@ -31,6 +30,17 @@ def choose_plan(
     if isinstance(placement, Plan):
         return _fitting(placement, "placement", shape, ranks), trace
     return _load(str(placement), shape, ranks), trace
+
+
+def _read(paths: str | Path | Sequence[str | Path] | None, shape: MoEShape) -> Trace | None:
+    if not paths:
+        return None
+    traces = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        for file in sorted(DEMO_FOLDER.glob("trace_*.npz")) if path == DEMO else [path]:
+            traces.append(load_trace(file))
+            shape.require_same(traces[-1].shape, "the model", f"trace {file}")
+    return join(traces, "the traces") if len(traces) > 1 else traces[0]
 
 
 def _load(placement: str, shape: MoEShape, ranks: int) -> Plan:

@@ -93,12 +93,14 @@ def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:
     lines = [f"remote rows per token and layer of this run: {sent / max(1, cells):.3f}"]
     on = []
     if run.recorded is not None:
-        on.append(("on this run's trace, from its homes", run.recorded.trace, run.recorded.homes))
+        on.append(("on this run's recorded routing", run.recorded.trace, run.recorded.homes))
     if run.trace is not None:
-        on.append(("on the trace", run.trace, None))
+        on.append((f"on the {run.trace.num_tokens} tokens of the given traces", run.trace, None))
     for what, trace, homes in on:
-        before, after = (
-            evaluate(plan, trace, homes=homes).dispatch_rows for plan in (linear_plan(shape, run.plan.ranks), run.plan)
+        plans = (linear_plan(shape, run.plan.ranks), run.plan)
+        before, after = (evaluate(plan, trace, homes=homes) for plan in plans)
+        lines.append(
+            f"{what}: compute_tail {before.compute_tail:.3f} linear -> {after.compute_tail:.3f} this placement;"
+            f" remote rows {before.dispatch_rows:.3f} -> {after.dispatch_rows:.3f}"
         )
-        lines.append(f"remote rows per token and layer {what}: {before:.3f} linear -> {after:.3f} this placement")
     return lines
