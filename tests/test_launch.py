@@ -311,7 +311,7 @@ def test_report(spawned, shape):
     assert sum(int(c[2]) for c in cells) == (old + new - len(results)) * shape.num_layers * shape.top_k
     assert sum(float(c[3].rstrip("%")) for c in cells) == pytest.approx(100, abs=0.2)
     assert all(float(c[1]) > 0 for c in cells)
-    assert "compute_tail of this run" in run.out and "remote rows per token and layer on the trace" in run.out
+    assert "compute_tail of this run" in run.out and "tokens of the given traces: compute_tail" in run.out
 
 
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):

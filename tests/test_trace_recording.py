@@ -33,16 +33,21 @@ def reference(model):
 
 
 def some_requests(count=7, seed=0):
-    """Prompts of many lengths, two of them alike and longer than a block; most decode."""
+    """Prompts of many lengths, two of them alike and longer than a block; most decode, some until a token stops them."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(1, 300, length).tolist() for length in rng.integers(1, 40, count)]
     prompts[-1] = prompts[0] = rng.integers(1, 300, 33).tolist()
     limits = rng.integers(1, 20, count).tolist()
-    return [(n, p, {"max_tokens": m, "temperature": 0.0}) for n, (p, m) in enumerate(zip(prompts, limits))]
+    stops = [[*range(0, 320, 4)] if n % 2 else [] for n in range(count)]
+    return [
+        (n, p, {"max_tokens": m, "temperature": 0.0, "stop_token_ids": stop})
+        for n, (p, m, stop) in enumerate(zip(prompts, limits, stops))
+    ]
 
 
 @pytest.mark.parametrize(
-    "world, settings", [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4})]
+    "world, settings",
+    [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4, "overlap": True})],
 )
 def test_equals_transformers(model, reference, rank_pool, world, settings):
     requests = some_requests(seed=int("probe_tokens" in settings))
@@ -107,7 +112,9 @@ def test_recorder_keeps_each_position_once(device, experts, dtype):
                 for r, start, count in step
                 for p in range(start, start + count)
             ]
-            recorder(layer, torch.tensor([*rows, (0, 1)], dtype=torch.int32, device=device))  # the last one is padding
+            expert_TK = torch.tensor([*rows, (0, 1)], dtype=torch.int32, device=device)  # the last one is padding
+            recorder(layer, expert_TK[:1], 0)  # in two lanes
+            recorder(layer, expert_TK[1:], 1)
         recorder.keep([FakeChunk(*chunk) for chunk in step])
         again = len(step) == 2 and step[0][2] == 2
     found = {number: (tokens, ids) for number, tokens, ids in recorder.sequences()}
@@ -186,7 +193,7 @@ def test_generate_records(model, reference, tmp_path, capsys):
     run = [r["prompt_token_ids"] + r["token_ids"][:-1] for r in results]
     assert trace.seq_lens.tolist() == [len(tokens) for tokens in run]
     assert trace.token_ids_T.tolist() == sum(run, [])
-    assert "on this run's trace, from its homes" in out
+    assert "on this run's recorded routing: compute_tail" in out
     check_against(reference, trace)
 
 
