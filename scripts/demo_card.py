@@ -15,10 +15,11 @@ def card(metrics: dict, samples: dict[str, str], manifest: dict) -> str:
     return f"""# {metrics['name']}: the model that ships with epmoe
 
 A mixture-of-experts language model small enough to live in the package, for the demo and the tests. Hugging Face
-Qwen3-MoE format, bfloat16: {shape['layers']} layers, {shape['experts']} experts of width {shape['expert_hidden']},
-top-{shape['top_k']}, hidden size {shape['hidden']}, {shape['heads']} heads and {shape['kv_heads']} of keys and values,
-tied embeddings, {parameters(shape) / 1e6:.2f} million parameters. Its byte-level BPE tokenizer has {shape['vocab']}
-tokens. Contexts of up to {shape['context']} tokens.
+Qwen3-MoE format, bfloat16: {shape['layers']} layers, {shape['experts']} experts of width {shape['expert_hidden']}, \
+top-{shape['top_k']}, hidden size {shape['hidden']},
+{shape['heads']} heads and {shape['kv_heads']} of keys and values, tied embeddings, {parameters(shape) / 1e6:.2f} \
+million parameters, a byte-level BPE tokenizer of
+{shape['vocab']} tokens, contexts of up to {shape['context']} tokens.
 
 It has learned the look of manuals in three languages and of code in three, nothing more: it knows no facts, follows no
 instructions, and what it writes is not to be relied on.
@@ -49,7 +50,8 @@ its training form (`epmoe/moe/router_training.py`), with the load-balancing loss
 ## Data and licences
 
 Text of Debian packages, three prose and three code domains. Documents whose lines are mostly those of an earlier one
-are left out; so are licence headers.
+are left out; so are licence headers. The table names each text's main licence; `/usr/share/doc/PACKAGE/copyright` has
+the rest.
 
 | package | version | licence of the text |
 |---|---|---|
@@ -64,7 +66,7 @@ passages of the texts above: whoever passes on what it writes should bear their 
 
 ## Samples
 
-Temperature 0.6, the 30 likeliest tokens, the first line is the prompt's beginning.
+Temperature 0.8, from the likeliest 90 %; the first lines are the prompt.
 
 {samples_text(samples)}
 """

@@ -162,17 +162,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            updates = []
-            for parameter in group["params"]:
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(momentum, group["momentum"])  # Nesterov's
-                updates.append(update.reshape(-1, *update.shape[-2:]))
+            parameters = group["params"]
+            gradients = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+            momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])  # Nesterov's
+            updates = [update.reshape(-1, *update.shape[-2:]) for update in updates]
             rows, columns = updates[0].shape[-2:]
             steps = orthogonal(torch.cat(updates)).float() * (0.2 * max(rows, columns) ** 0.5)
-            for parameter, step in zip(group["params"], steps.split([len(u) for u in updates])):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(step.view_as(parameter), alpha=-group["lr"])
+            steps = [step.view_as(p) for p, step in zip(parameters, steps.split([len(u) for u in updates]))]
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, steps, alpha=-group["lr"])
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,12 @@ from placement.trace import Trace
 NAME = "epmoe-demo"
 TRACE_SEQUENCES, TRACE_LENGTH = 48, 512  # per domain
 PROMPTS = {
-    "english": "To insert a table into the document,",
-    "german": "Um eine Tabelle in das Dokument einzufügen,",
-    "french": "Pour insérer un tableau dans le document,",
-    "python": "def read_lines(path):\n    \"\"\"",
-    "c": "static int\nread_line (FILE *fp, char *buf, size_t len)\n{\n",
-    "go": "func (r *Reader) ReadLine(p []byte) (n int, err error) {\n",
+    "english": "To change the font of the selected text,",
+    "german": "Um die Schriftart des ausgewählten Textes zu ändern,",
+    "french": "Pour modifier la police du texte sélectionné,",
+    "python": 'def get_model(self, name, default=None):\n    """',
+    "c": "int\nmain (int argc, char **argv)\n{\n",
+    "go": "// Close closes the file.\nfunc (f *File) Close() error {\n",
 }
 
 
@@ -143,10 +143,10 @@ def record_trace(model: torch.nn.Module, tokens: np.ndarray, out: Path, domain: 
 
 @torch.inference_mode()
 def continuation(model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, new_tokens: int = 90) -> str:
-    """The prompt and what follows, sampled at temperature 0.6 from the 30 likeliest tokens; the seed is fixed."""
+    """The prompt and what follows, sampled at temperature 0.8 from the likeliest 90 %; the seed is fixed."""
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     torch.manual_seed(0)
-    options = {"do_sample": True, "temperature": 0.6, "top_k": 30, "pad_token_id": 0}
+    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "pad_token_id": 0}
     made = model.generate(torch.tensor([ids], device=model.device), max_length=None,
                           max_new_tokens=min(new_tokens, model.config.max_position_embeddings - len(ids)), **options)
     return tokenizer.decode(made[0].tolist())

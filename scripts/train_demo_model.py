@@ -3,6 +3,7 @@
     python scripts/demo_corpus.py --out .corpus
     python scripts/train_demo_model.py --corpus .corpus --work .demo --out .demo/model
 
+``--expect epmoe/demo_model/metrics.json`` compares the losses with those of the model that ships.
 A run that was stopped goes on from the last checkpoint in ``--work`` when it is started again with the same arguments.
 The seed fixes initialisation and the order of the data. On a CPU it works and takes very long; ``--tiny`` is a model
 of seconds that shows the whole way.
@@ -70,10 +71,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="folder written by demo_corpus.py")
     parser.add_argument("--work", type=Path, required=True, help="folder for tokens and checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, its card and its traces")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=128, help="sequences per step")
-    parser.add_argument("--micro-batch", type=int, default=128, help="sequences at once on the device; divides --batch")
-    parser.add_argument("--lr", type=float, default=0.006)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--batch", type=int, default=64, help="sequences per step")
+    parser.add_argument("--micro-batch", type=int, default=64, help="sequences at once on the device; divides --batch")
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", action="store_true", help="noisy top-k gating with a learned spread")
     parser.add_argument("--tiny", action="store_true", help="2 layers of 4 experts, context 64: to try the script")
