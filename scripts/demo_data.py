@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import lzma
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -78,14 +79,17 @@ class BatchOrder:
             assert windows > 0, f"domain {domain} has {length} tokens, fewer than two windows of {self.window}"
             for n in range(step * count, (step + 1) * count):
                 epoch, place = divmod(n, windows)
-                order, offset = self._epoch(domain, epoch, windows)
+                order, offset = epoch_order(self.seed, domain, epoch, windows, self.window)
                 starts.append(base + offset + order[place] * self.window)
             base += length
         return np.array(starts, np.int64)
 
-    def _epoch(self, domain: int, epoch: int, windows: int) -> tuple[np.ndarray, int]:
-        random = np.random.default_rng([self.seed, domain, epoch])
-        return random.permutation(windows), int(random.integers(self.window))
+
+@lru_cache(maxsize=32)
+def epoch_order(seed: int, domain: int, epoch: int, windows: int, window: int) -> tuple[np.ndarray, int]:
+    """(order of a domain's windows, their common offset in tokens)."""
+    random = np.random.default_rng([seed, domain, epoch])
+    return random.permutation(windows), int(random.integers(window))
 
 
 def entropies(train: np.ndarray, heldout: np.ndarray, vocab: int) -> dict[str, float]:
