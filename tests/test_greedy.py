@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import random_trace, require_whole
 
+from placement.balance import solve_balance
 from placement.cost import compute_tail_L
 from placement.eplb import eplb_node, replicate, separate_copies, solve_eplb
 from placement.errors import UserError
@@ -33,6 +34,7 @@ SOLVERS = (
     solve_lpt,
     solve_lpt_swap,
     solve_eplb,
+    solve_balance,
     solve_two_stage,
 )
 
@@ -55,7 +57,7 @@ def test_every_plan_is_whole(data):
     tokens = data.draw(st.integers(0, 30), "tokens")
     trace = random_trace(data.draw(st.integers(0, 99)), tokens, 2, experts, min(2, experts))
     solver = data.draw(st.sampled_from(SOLVERS))
-    problem = make_problem(trace, uniform(ranks, speed=speed, slots=slots))
+    problem = make_problem(trace, uniform(ranks, speed=speed, slots=slots), seconds=0.1)
     require_whole(problem, solver(problem))
 
 
@@ -84,6 +86,23 @@ def test_eplb_of_the_flashlb_example_is_its_known_232():
     problem = load_problem([600, 560, 120, 120, 20, 10, 10, 10], 8, slots=16)
     solution = solve_eplb(problem)
     assert solution.objective * 1450 / 8 == pytest.approx(232)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_balance_reaches_the_optimum_of_the_flashlb_example(seed):
+    problem = load_problem([600, 560, 120, 120, 20, 10, 10, 10], 8, slots=16, seed=seed, seconds=2.0)
+    assert solve_balance(problem).objective * 1450 / 8 == pytest.approx(590 / 3)  # 196.67
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balance_is_at_least_as_even_as_eplb_and_pair_swaps(seed):
+    rng = np.random.default_rng(seed)
+    load_LE = rng.pareto(1.2, (2, 14)) * 100
+    for topology, options in ((4, {"redundant": 1}), (uniform(3, speed=[2, 1, 1], slots=[8, 6, 5]), {}), (7, {})):
+        problem = load_problem(load_LE, topology, seconds=0.5, **options)
+        found = solve_balance(problem).objective
+        assert found <= solve_eplb(problem).objective + 1e-12
+        assert found <= solve_lpt_swap(problem).objective + 1e-12
 
 
 def test_eplb_never_leaves_two_copies_on_a_gpu():
