@@ -33,7 +33,7 @@ def reference(model):
 
 
 def some_requests(count=7, seed=0):
-    """Prompts of many lengths, two of them alike and longer than a block; most decode, some until a token stops them."""
+    """Prompts of many lengths, two alike and longer than a block; most decode, some until a token stops them."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(1, 300, length).tolist() for length in rng.integers(1, 40, count)]
     prompts[-1] = prompts[0] = rng.integers(1, 300, 33).tolist()
