@@ -54,6 +54,15 @@ class Run:
                 found[int(line[-1])] = child
         return found
 
+    def torchrun_ranks(self) -> dict[int, psutil.Process]:
+        """Rank processes by rank, of a run under torchrun."""
+        found = {}
+        for child in self._descendants():
+            rank = child.environ().get("RANK") if child.is_running() and not _dead(child) else None
+            if rank is not None:
+                found[int(rank)] = child
+        return found
+
     def wait_for(self, condition, what: str) -> None:
         deadline = time.monotonic() + START_S
         while not condition():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -116,8 +117,26 @@ def test_truncated_checkpoint(start, model, tmp_path):
 def test_killed_under_torchrun(start, model):
     run = start(model, torchrun=2)
     run.wait_generating()
-    victim = next(p for p in run.family if p.environ().get("RANK") == "1" and p.pid != run.process.pid)
-    victim.kill()
+    run.torchrun_ranks()[1].kill()
     assert run.end(GONE_S) != 0
     assert "SIGKILL" in run.err
+    assert run.wait_gone() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("torchrun", [0, 2])
+@pytest.mark.parametrize("seed", range(50))
+def test_killed_at_any_time(start, model, seed, torchrun):
+    draw = random.Random(seed)
+    victim, delay = draw.randrange(2), draw.uniform(0, 8)
+    run = start(model, torchrun=torchrun)
+    ranks = run.torchrun_ranks if torchrun else run.ranks
+    run.wait_for(lambda: len(ranks()) == 2, "two ranks")
+    time.sleep(delay)
+    run.remember()
+    ranks()[victim].kill()
+    assert run.end(GONE_S) != 0
+    assert "SIGKILL" in run.err
+    if not torchrun:
+        assert last_line(run).startswith(f"epmoe: rank {victim} failed: was killed by SIGKILL")
     assert run.wait_gone() == []
