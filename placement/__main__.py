@@ -8,6 +8,7 @@ import sys
 
 from placement.cli import compare, convert, inspect, report, simulate, solve, validate
 from placement.errors import UserError
+from placement.threads import one_blas_thread
 
 DESCRIPTION = """\
 Decide which GPU holds which expert of a mixture-of-experts model, from recorded routing.
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    one_blas_thread()
     try:
         return args.run(args)
     except UserError as error:
