@@ -16,7 +16,7 @@ from epmoe.ops.launch import gdc_launch_dependents, gdc_wait, pdl_options, wait_
 from epmoe.ops.moe_index import MoEIndex
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def vector_gate_up_kernel(
     x_ptr,
     weight_ptr,
@@ -70,7 +70,7 @@ def _step_weights(weight_ptr, block_slot_ptr, pos_ptr, step, steps, column, at, 
     return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first"), pair, f
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def vector_down_kernel(
     act_ptr,
     weight_ptr,

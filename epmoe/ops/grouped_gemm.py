@@ -155,7 +155,7 @@ def _gate_up_tile(
     tl.store(out_ptrs, value, mask=(pair < stop)[:, None] & (feature < F)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def gate_up_kernel(
     x_ptr,
     weight,
@@ -237,7 +237,7 @@ def _down_tile(
     tl.store(out_ptrs, out, mask=(pair < stop)[:, None] & (column < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def down_kernel(
     act,
     act_tail,

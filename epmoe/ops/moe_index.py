@@ -21,8 +21,8 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
-SMALL_CHUNK, LARGE_CHUNK = 128, 1024
-ONE_KERNEL_PAIRS = 8192
+CHUNK, RUN = 128, 1024
+ONE_KERNEL_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def _histogram(slot_ptr, start, stop, L2: tl.constexpr, STEP: tl.constexpr):
     return count
 
 
-@triton.jit
-def _count_kernel(slot_ptr, count_ptr, pairs, L2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """count[c, l]: pairs of slot l in chunk c."""
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(slot_ptr, count_ptr, pairs, L2: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr):
+    """count[r, l]: pairs of slot l in run r."""
     wait_for_inputs(PDL)
-    chunk = tl.program_id(0)
-    count = _histogram(slot_ptr, chunk * CHUNK, min(chunk * CHUNK + CHUNK, pairs), L2, CHUNK)
-    tl.store(count_ptr + chunk * L2 + tl.arange(0, L2), count)
+    run = tl.program_id(0)
+    count = _histogram(slot_ptr, run * RUN, min(run * RUN + RUN, pairs), L2, RUN)
+    tl.store(count_ptr + run * L2 + tl.arange(0, L2), count)
 
 
 @triton.jit
@@ -117,20 +117,21 @@ def _sum_counts(count_ptr, start, stop, L2: tl.constexpr):
 
 
 @triton.jit
-def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L: tl.constexpr, ROWS: tl.constexpr):
-    """The blocks' slots, shared among the programs, and program 0 the first block of each slot."""
-    l = tl.arange(0, count.shape[0])
-    block_end = tl.cumsum((count + ROWS - 1) // ROWS, 0)
-    if tl.program_id(0) == 0:
-        tl.store(block_offset_ptr, 0)
-        tl.store(block_offset_ptr + 1 + l, block_end, mask=l < L)
-    for start in range(tl.program_id(0) * 32, blocks, tl.num_programs(0) * 32):
-        b = start + tl.arange(0, 32)
-        slot = tl.sum(((block_end[None, :] <= b[:, None]) & (l < L)[None, :]).to(tl.int32), 1)
-        tl.store(block_slot_ptr + b, slot, mask=b < blocks)
+def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows):
+    """The first block of each slot, and the slot of each block: all slots write their i-th block together."""
+    each = tl.arange(0, count.shape[0])
+    length = (count + rows - 1) // rows
+    end = tl.cumsum(length, 0)
+    tl.store(block_offset_ptr, 0)
+    tl.store(block_offset_ptr + 1 + each, end, mask=each < L)
+    for i in range(tl.max(length, 0)):
+        tl.store(block_slot_ptr + end - length + i, each, mask=i < length)
+    for start in range(tl.sum(length, 0), blocks, 128):
+        b = start + tl.arange(0, 128)
+        tl.store(block_slot_ptr + b, tl.zeros_like(b) + L, mask=b < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks", "K", "L", "rows"])
 def _place_kernel(
     slot_ptr,
     count_ptr,
@@ -141,32 +142,36 @@ def _place_kernel(
     block_slot_ptr,
     pairs,
     blocks,
-    K: tl.constexpr,
-    L: tl.constexpr,
+    K,
+    L,
+    rows,
     L2: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
-    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program c places the pairs of chunk c: first pair of the slot + earlier pairs of it (chunks, then this chunk).
+    """Program c places the pairs of chunk c: first pair of the slot + earlier pairs of it.
 
-    Without ``count_ptr`` (few pairs) every program counts all pairs itself, which saves a kernel.
+    Earlier pairs are counted from the runs' counts, then in this run, then in this chunk.  Without ``count_ptr`` (few
+    pairs) every program counts all pairs itself, which saves a kernel.
     """
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     if count_ptr is None:
-        before = _histogram(slot_ptr, 0, min(chunk * CHUNK, pairs), L2, 1024)
-        count = before + _histogram(slot_ptr, chunk * CHUNK, pairs, L2, 1024)
+        before = _histogram(slot_ptr, 0, chunk * CHUNK, L2, CHUNK)
+        count = before + _histogram(slot_ptr, chunk * CHUNK, pairs, L2, CHUNK)
     else:
-        before = _sum_counts(count_ptr, 0, chunk, L2)
-        count = before + _sum_counts(count_ptr, chunk, tl.num_programs(0), L2)
+        run = chunk * CHUNK // RUN
+        before = _sum_counts(count_ptr, 0, run, L2)
+        count = before + _sum_counts(count_ptr, run, tl.cdiv(pairs, RUN), L2)
+        before += _histogram(slot_ptr, run * RUN, chunk * CHUNK, L2, CHUNK)
     end = tl.cumsum(count, 0)
-    l = tl.arange(0, L2)
+    each = tl.arange(0, L2)
     if chunk == 0:
         tl.store(offset_ptr, 0)
-        tl.store(offset_ptr + 1 + l, end, mask=l < L)
-    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, ROWS)
+        tl.store(offset_ptr + 1 + each, end, mask=each < L)
+        _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows)
 
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_ptr + i, mask=i < pairs, other=-1)
@@ -181,7 +186,7 @@ def _place_kernel(
 
 
 def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None = None) -> MoEIndex:
-    """`build_index_ref` in one kernel (two from 8192 pairs on), with the schedule of blocks of ``rows`` pairs."""
+    """`build_index_ref` in one kernel (two from 1024 pairs on), with the schedule of blocks of ``rows`` pairs."""
     slot_RK = slot_RK.contiguous()
     pairs, device = slot_RK.numel(), slot_RK.device
     rows = rows or block_rows(pairs, num_slots)
@@ -192,13 +197,12 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
     slot_B = torch.empty(blocks, dtype=torch.int32, device=device)
     if pairs:
         small = pairs <= ONE_KERNEL_PAIRS
-        chunk = SMALL_CHUNK if small else LARGE_CHUNK
-        grid, bins = (triton.cdiv(pairs, chunk),), triton.next_power_of_2(num_slots + 1)
-        count = None if small else torch.empty((grid[0], bins), dtype=torch.int32, device=device)
+        runs, bins = triton.cdiv(pairs, RUN), max(triton.next_power_of_2(num_slots), 16)
+        count = None if small else torch.empty((runs, bins), dtype=torch.int32, device=device)
         options = pdl_options(slot_RK)
         if not small:
-            _count_kernel[grid](slot_RK, count, pairs, L2=bins, CHUNK=chunk, **options)
-        _place_kernel[grid](
+            _count_kernel[(runs,)](slot_RK, count, pairs, L2=bins, RUN=RUN, num_warps=8, **options)
+        _place_kernel[(triton.cdiv(pairs, CHUNK),)](
             slot_RK,
             count,
             offset_L1,
@@ -211,31 +215,32 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
             K=slot_RK.shape[1],
             L=num_slots,
             L2=bins,
-            CHUNK=chunk,
-            STEP=64 if small else 32,
-            ROWS=rows,
-            num_warps=4 if small else 8,
+            CHUNK=CHUNK,
+            STEP=32,
+            RUN=RUN,
+            rows=rows,
+            num_warps=4,
             **options,
         )
     return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "L", "rows"])
 def _schedule_kernel(
     offset_ptr,
     block_offset_ptr,
     block_slot_ptr,
     blocks,
-    L: tl.constexpr,
+    L,
+    rows,
     L2: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    l = tl.arange(0, L2)
-    end = tl.load(offset_ptr + 1 + l, mask=l < L, other=0)
-    count = end - tl.load(offset_ptr + l, mask=l < L, other=0)
-    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, ROWS)
+    each = tl.arange(0, L2)
+    end = tl.load(offset_ptr + 1 + each, mask=each < L, other=0)
+    count = end - tl.load(offset_ptr + each, mask=each < L, other=0)
+    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows)
 
 
 def with_block_rows(index: MoEIndex, rows: int) -> MoEIndex:
@@ -247,14 +252,14 @@ def with_block_rows(index: MoEIndex, rows: int) -> MoEIndex:
     schedule = BlockSchedule(
         rows, torch.empty_like(index.offset_L1), torch.empty(blocks, dtype=torch.int32, device=device)
     )
-    _schedule_kernel[(max(1, triton.cdiv(blocks, 128)),)](
+    _schedule_kernel[(1,)](
         index.offset_L1,
         schedule.offset_L1,
         schedule.slot_B,
         blocks,
         L=slots,
-        L2=triton.next_power_of_2(slots + 1),
-        ROWS=rows,
+        L2=max(triton.next_power_of_2(slots), 16),
+        rows=rows,
         **pdl_options(index.offset_L1),
     )
     return replace(index, blocks=schedule)

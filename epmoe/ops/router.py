@@ -182,7 +182,7 @@ def _kept_groups(choice, col, E: tl.constexpr, RULE: tl.constexpr):
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits_ptr,
     bias_ptr,
