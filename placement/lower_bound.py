@@ -16,38 +16,13 @@ program, inside one layer. Lines are chosen where they are highest at the Z of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from scipy.optimize import minimize
 
+from placement.dual import Pair, effort, pair_bound
 from placement.solution import Problem
 from placement.states import layer_caps
 
-_TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the smoothed dual, in units of the mean entry of W
-_CELL_EVALUATIONS_PER_SECOND = 1.2e7  # of the smoothed dual on one core
-_SVD_CELLS_PER_SECOND = 1.6e6  # with the singular values, at 64 x 64; they grow with the side
-_SPLIT_TEMPERATURES = (0.1, 0.03, 0.01)
-_SHORT_MATCHING = 15  # iterations per temperature that prepare the split well enough
 _FAN_OUT_ROUNDS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """One matching problem: ``max <gain, Z>`` with the constraints of the module's docstring.
-
-    ``row_load``/``column_load`` are loads in units of what one GPU may carry (``inf`` cap: zeros), so every weighted
-    row and column sum is at most 1. ``total`` caps the sum of Z where group sizes differ, else ``None``: rows sum to
-    ``degree`` exactly. ``forced`` marks entries that are 1 in every plan.
-    """
-
-    gain_EE: np.ndarray
-    row_load_E: np.ndarray
-    column_load_E: np.ndarray
-    degree: int
-    total: float | None
-    groups: int
-    forced_EE: np.ndarray | None = None
 
 
 def bound(problem: Problem, seconds: float | None = None) -> float | None:
@@ -74,12 +49,12 @@ def locality_bound(problem: Problem, seconds: float | None = None, *, spectral: 
     load_LE = _loads_in_caps(problem)
     degree, total = _degree_and_total(problem)
     pairs = [
-        _Pair(counts_LEE[i], load_LE[i], load_LE[i + 1], degree, total, problem.ranks) for i in range(len(counts_LEE))
+        Pair(counts_LEE[i], load_LE[i], load_LE[i + 1], degree, total, problem.ranks) for i in range(len(counts_LEE))
     ]
     seconds = problem.seconds if seconds is None else seconds
     spectral = spectral and total is None and problem.ranks > 1
-    effort = _effort(counts_LEE.size, counts_LEE.shape[1], seconds, spectral)
-    return float(min(1.0, sum(_pair_bound(pair, *effort)[0] for pair in pairs) / counts_LEE.sum()))
+    iterations = effort(counts_LEE.size, counts_LEE.shape[1], seconds, spectral)
+    return float(min(1.0, sum(pair_bound(pair, *iterations)[0] for pair in pairs) / counts_LEE.sum()))
 
 
 def fan_out_bound(problem: Problem, seconds: float | None = None) -> float:
@@ -91,7 +66,7 @@ def fan_out_bound(problem: Problem, seconds: float | None = None) -> float:
     degree, total = _degree_and_total(problem)
     load_LE, same = _loads_in_caps(problem), np.eye(E, dtype=bool)
     share = (problem.seconds if seconds is None else seconds) / _FAN_OUT_ROUNDS
-    effort = _effort(L * E * E, E, share, total is None and problem.ranks > 1)
+    iterations = effort(L * E * E, E, share, total is None and problem.ranks > 1)
     intercept_S, slope_S = _fan_out_lines(K)
     sum_of_layers = 0.0
     for layer in range(L):
@@ -103,8 +78,8 @@ def fan_out_bound(problem: Problem, seconds: float | None = None) -> float:
             line_N = (intercept_S - slope_S * pairs_N[:, None]).argmax(1)
             gain = _weighted_pairs(sets, count * slope_S[line_N], E)
             np.fill_diagonal(gain, 0)
-            pair = _Pair(gain, load_LE[layer], load_LE[layer], degree, total, problem.ranks, same)
-            most, z_EE = _pair_bound(pair, *effort)
+            pair = Pair(gain, load_LE[layer], load_LE[layer], degree, total, problem.ranks, same)
+            most, z_EE = pair_bound(pair, *iterations)
             best = max(best, float(count @ intercept_S[line_N]) - most / 2)
             z_EE = (z_EE + z_EE.T) / 2
             np.fill_diagonal(z_EE, 1)
@@ -183,138 +158,3 @@ def _loads_in_caps(problem: Problem) -> np.ndarray:
     if problem.spare_slots or problem.cap is None:
         return np.zeros_like(load_LE)
     return np.divide(load_LE, most_L[:, None], out=np.zeros_like(load_LE), where=most_L[:, None] > 0)
-
-
-# -- dual -------------------------------------------------------------------------------------------------------------
-
-
-def _effort(cells: int, side: int, seconds: float, spectral: bool) -> tuple[int, int]:
-    """Iterations per temperature of the matching and of the split (0: no split), from the size of all pairs.
-
-    They follow from the time allowed by fixed rates, not from a clock, so that a bound can be repeated.
-    """
-    per_second = _CELL_EVALUATIONS_PER_SECOND / max(1, cells)
-    short = len(_TEMPERATURES) * _SHORT_MATCHING / per_second
-    svd_per_second = _SVD_CELLS_PER_SECOND * 64 / side / max(1, cells)
-    split = int(min(120, (seconds - short) * svd_per_second / len(_SPLIT_TEMPERATURES)))
-    if spectral and split >= 8:
-        return _SHORT_MATCHING, split
-    return max(4, int(min(80, seconds * per_second / len(_TEMPERATURES)))), 0
-
-
-def _pair_bound(pair: _Pair, matching: int, split: int) -> tuple[float, np.ndarray]:
-    """The least exact dual value met, and the Z of the last smoothed program."""
-    scale = pair.gain_EE.mean() or 1.0
-    E = len(pair.gain_EE)
-    gain_EE = pair.gain_EE / scale
-    x = np.zeros(4 * E + 1)
-    place = max(0, E - pair.degree)  # the K-th largest of a row is near the price of a place
-    x[:E] = np.partition(gain_EE, place, axis=1)[:, place] / 2
-    x[E : 2 * E] = np.maximum(np.partition(gain_EE - x[:E, None], place, axis=0)[place], 0)
-    lower = np.zeros(x.size)
-    if pair.total is None:
-        lower[: 2 * E] = -np.inf  # prices of equalities
-    best = _exact(pair, gain_EE, x, None)
-    for temperature in _TEMPERATURES:
-        x = _descend(_smooth_matching, x, lower, (pair, gain_EE, temperature), matching)
-        best = min(best, _exact(pair, gain_EE, x, None))
-    z_EE = _softened(x, pair, gain_EE, temperature)[2]
-    if split:
-        x = np.concatenate([x, np.zeros(E * E)])
-        lower = np.concatenate([lower, np.full(E * E, -np.inf)])
-        for temperature in _SPLIT_TEMPERATURES:
-            x = _descend(_smooth_split, x, lower, (pair, gain_EE, temperature), split)
-            prices, split_EE = x[: 4 * E + 1], x[4 * E + 1 :].reshape(E, E)
-            best = min(best, _exact(pair, gain_EE, prices, split_EE))
-        z_EE = _softened(prices, pair, gain_EE - split_EE, temperature)[2]
-    return best * scale * (1 + 1e-12), z_EE
-
-
-def _descend(function, x: np.ndarray, lower: np.ndarray, args: tuple, iterations: int) -> np.ndarray:
-    bounds = np.stack([lower, np.full(x.size, np.inf)], axis=1)
-    options = {"maxiter": iterations, "maxfun": iterations * 3 // 2}
-    return minimize(function, x, args, "L-BFGS-B", jac=True, bounds=bounds, options=options).x
-
-
-def _reduced(pair: _Pair, gain_EE: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, float]:
-    """Gain minus prices of row, column, their loads and the total; and what the prices cost."""
-    E = len(gain_EE)
-    row, column, row_load, column_load = x[: 4 * E].reshape(4, E)
-    price_E = row_load[:, None] * pair.column_load_E + pair.row_load_E[:, None] * column_load
-    reduced = gain_EE - row[:, None] - column - price_E
-    cost = pair.degree * (row.sum() + column.sum()) + row_load.sum() + column_load.sum()
-    if pair.total is not None:
-        reduced = reduced - x[4 * E]
-        cost += pair.total * x[4 * E]
-    return reduced, cost
-
-
-def _exact(pair: _Pair, gain_EE: np.ndarray, x: np.ndarray, split_EE: np.ndarray | None) -> float:
-    """The dual value, without smoothing: valid for any prices and any split."""
-    spectral = 0.0
-    if split_EE is not None:
-        values = np.linalg.svd(_centred(split_EE), compute_uv=False)
-        spectral = split_EE.sum() / pair.groups + pair.degree * values[: pair.groups - 1].sum()
-        gain_EE = gain_EE - split_EE
-    reduced, cost = _reduced(pair, gain_EE, x)
-    taken = np.maximum(reduced, 0)
-    if pair.forced_EE is not None:
-        taken = np.where(pair.forced_EE, reduced, taken)
-    return float(cost + taken.sum() + spectral)
-
-
-def _smooth_matching(x: np.ndarray, pair: _Pair, gain_EE: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
-    value, gradient, _ = _softened(x, pair, gain_EE, temperature)
-    return value, gradient
-
-
-def _smooth_split(x: np.ndarray, pair: _Pair, gain_EE: np.ndarray, temperature: float) -> tuple[float, np.ndarray]:
-    """The matching of ``gain - M`` and the spectral bound of M, whose sum of top singular values
-    ``max <s, sigma>, 0 <= s <= 1, sum(s) <= G - 1`` is smoothed by a quadratic in s."""
-    prices, split_EE = x[: 4 * len(gain_EE) + 1], x[4 * len(gain_EE) + 1 :].reshape(gain_EE.shape)
-    value, gradient, z_EE = _softened(prices, pair, gain_EE - split_EE, temperature)
-    left, sigma, right = np.linalg.svd(_centred(split_EE), full_matrices=False)
-    width = temperature * pair.degree
-    taken = _capped_simplex(sigma / width, pair.groups - 1)
-    value += split_EE.sum() / pair.groups + pair.degree * (taken @ sigma - width / 2 * (taken @ taken))
-    slope_EE = 1 / pair.groups + pair.degree * _centred((left * taken) @ right) - z_EE
-    return value, np.concatenate([gradient, slope_EE.ravel()])
-
-
-def _softened(
-    x: np.ndarray, pair: _Pair, gain_EE: np.ndarray, temperature: float
-) -> tuple[float, np.ndarray, np.ndarray]:
-    """The dual with ``max(0, r)`` as softplus; its gradient in the prices; the Z it stands for."""
-    reduced, cost = _reduced(pair, gain_EE, x)
-    scaled = reduced / temperature
-    tail = np.exp(-np.abs(scaled))
-    soft = np.maximum(scaled, 0) + np.log1p(tail)
-    z_EE = np.where(scaled >= 0, 1, tail) / (1 + tail)
-    if pair.forced_EE is not None:
-        soft, z_EE = np.where(pair.forced_EE, scaled, soft), np.where(pair.forced_EE, 1.0, z_EE)
-    gradient = np.concatenate(
-        [
-            pair.degree - z_EE.sum(1),
-            pair.degree - z_EE.sum(0),
-            1 - z_EE @ pair.column_load_E,
-            1 - pair.row_load_E @ z_EE,
-            [0.0 if pair.total is None else pair.total - z_EE.sum()],
-        ]
-    )
-    return cost + temperature * soft.sum(), gradient, z_EE
-
-
-def _centred(matrix_EE: np.ndarray) -> np.ndarray:
-    """``P M P``: without row and column means."""
-    rows = matrix_EE - matrix_EE.mean(0)
-    return rows - rows.mean(1, keepdims=True)
-
-
-def _capped_simplex(value: np.ndarray, total: float) -> np.ndarray:
-    """The nearest point with ``0 <= s <= 1`` and ``sum(s) <= total``; ``value`` is not negative."""
-    clipped = np.minimum(value, 1)
-    if clipped.sum() <= total:
-        return clipped
-    shifts = np.sort(np.concatenate([value, value - 1]))  # the sum of the shifted is linear between these
-    sums = np.clip(value - shifts[:, None], 0, 1).sum(1)
-    return np.clip(value - np.interp(-total, -sums, shifts), 0, 1)
