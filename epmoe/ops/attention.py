@@ -193,7 +193,7 @@ def _attend_tiled(q_HnRd, k_HnSd, v_HnSd, group: Group, scale: float) -> torch.T
     H, n, R, d = q_HnRd.shape
     S, Q = k_HnSd.shape[2], group.row_nQ.shape[1]
     tiles, pad_rows, pad_keys = -(-R // TILE_ROWS), -R % TILE_ROWS, -S % TILE_KEYS
-    q = functional.pad(q_HnRd.float(), (0, 0, 0, pad_rows)).view(-1, TILE_ROWS, d)
+    q = functional.pad(q_HnRd.float(), (0, 0, 0, pad_rows)).reshape(-1, TILE_ROWS, d)
     k, v = (functional.pad(x.float(), (0, 0, 0, pad_keys)).flatten(0, 1) for x in (k_HnSd, v_HnSd))
     position = group.position_nQ.repeat(1, R // Q)  # of each row; rows are (folded head, query)
     position = functional.pad(position, (0, pad_rows)).expand(H, -1, -1).reshape(-1, TILE_ROWS, 1)
