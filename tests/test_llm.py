@@ -160,6 +160,24 @@ def test_closing_a_stream_aborts(llm, monkeypatch):
     assert len(llm.generate("the token", GREEDY)[0].outputs[0].token_ids) == 8
 
 
+def test_interrupted(llm, monkeypatch):
+    """Ctrl-C while ``generate`` waits: its requests are aborted, and the next call is as ever."""
+    session, looks, aborted = llm._requests.session, [], []
+
+    def events(events=session.events):
+        looks.append(1)
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+        return events()
+
+    monkeypatch.setattr(session, "events", events)
+    monkeypatch.setattr(session, "abort", lambda id_, abort=session.abort: (aborted.append(id_), abort(id_)))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the token"] * 3, LONG)
+    assert len(aborted) == 3
+    assert len(llm.generate("the token", GREEDY)[0].outputs[0].token_ids) == 8
+
+
 def test_abort(llm):
     """By a stream's reader, and from another thread; what runs beside it is not touched."""
     stream = llm.stream("the token", LONG)
