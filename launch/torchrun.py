@@ -81,7 +81,8 @@ def _front_word(front: subprocess.Popen, word: int) -> str:
     with os.fdopen(word, encoding="utf-8") as pipe:
         line = pipe.readline()
     if not line:
-        sys.exit(front.wait() or 1)
+        code = front.wait()
+        sys.exit(code if code > 0 else 1)
     return line
 
 
@@ -170,9 +171,12 @@ def front_main() -> int:
     from launch.session import Starting
 
     def start(run_dir: Path, addresses: Addresses, engine: EngineConfig, say: Callable[[str], None]) -> Attached:
-        with os.fdopen(word, "w", encoding="utf-8") as pipe:
-            about = {**asdict(addresses), "run_dir": str(run_dir), "engine": engine.to_json()}
-            pipe.write(json.dumps(about) + "\n")
+        about = {**asdict(addresses), "run_dir": str(run_dir), "engine": engine.to_json()}
+        try:
+            with os.fdopen(word, "w", encoding="utf-8") as pipe:
+                pipe.write(json.dumps(about) + "\n")
+        except BrokenPipeError:
+            raise RankFailure(0, "ended while the front started; torchrun's report names the first failure") from None
         return Attached(run_dir)
 
     return main(sys.argv[5:], Starting(world, local_world, start, interface))

@@ -57,8 +57,8 @@ class Run:
     def torchrun_ranks(self) -> dict[int, psutil.Process]:
         """Rank processes by rank, of a run under torchrun."""
         found = {}
-        for child in self._descendants():
-            rank = child.environ().get("RANK") if child.is_running() and not _dead(child) else None
+        for child in psutil.Process(self.process.pid).children():
+            rank = None if _dead(child) else child.environ().get("RANK")
             if rank is not None:
                 found[int(rank)] = child
         return found
