@@ -8,22 +8,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement import cost, lower_bound
+from placement.cohome import place_with_homes
 from placement.errors import UserError
+from placement.home_rules import choose_homes
+from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
+from placement.robust import shrunk_cap
 from placement.solution import Problem, Solution
 from placement.states import layer_caps
 from placement.trace import Trace
 
+PROBE = 32  # tokens of a request that are routed before its home is chosen
 FIGURES = ("compute_tail", "compute_tail_worst_layer", "locality", "fan_out", "dispatch_rows", "combine_rows")
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One method: its solution, and the costs of its plan on train and held-out tokens (weighing tokens)."""
+    """One method: its solution, and the costs of its plan on train and held-out tokens (weighing tokens).
+
+    ``homes`` says how the home ranks of requests were chosen for these costs.
+    """
 
     solution: Solution
     train: cost.Costs
     held_out: cost.Costs
+    homes: str = "round-robin"
 
     def to_dict(self) -> dict:
         solution = self.solution
@@ -37,6 +46,7 @@ class Row:
             "bound": solution.bound,
             "gap": solution.gap,
             "status": solution.status,
+            "homes": self.homes,
         }
 
 
@@ -54,36 +64,54 @@ def compare(
     """
     for method in methods:
         try:
-            solution = method(problem)
+            yield _with_homes(problem, traces) if method.places_homes else _row(method(problem), problem, traces, bound)
         except UserError as error:
             skip(method.name, str(error))
-            continue
-        solution = with_bound(solution, problem, bound)
-        yield Row(solution, *(judge(solution, problem, trace) for trace in traces))
 
 
-def judge(solution: Solution, problem: Problem, trace: Trace) -> cost.Costs:
-    """The plan's costs on ``trace`` with round-robin homes, on the problem's machine."""
+def judge(solution: Solution, problem: Problem, trace: Trace, homes: np.ndarray | None = None) -> cost.Costs:
+    """The plan's costs on ``trace`` on the problem's machine; ``homes`` int ``[sequences]``, ``None``: round-robin."""
     options = {"combine": problem.combine, "calibration": problem.calibration}
-    return cost.evaluate(solution.plan, trace, problem.topology, **options)
+    return cost.evaluate(solution.plan, trace, problem.topology, homes=homes, **options)
 
 
-def problem_bound(problem: Problem, seconds: float) -> float | None:
-    """A bound on the problem's objective, also where it is a weighted sum: then the sum of its terms' bounds.
+def _row(solution: Solution, problem: Problem, traces: tuple[Trace, Trace], bound: float | None) -> Row:
+    solution = with_bound(solution, problem, bound)
+    return Row(solution, *(judge(solution, problem, trace) for trace in traces))
 
-    No plan can be better in the sum than the best of each term. ``None`` where a term has no bound.
+
+def _with_homes(problem: Problem, traces: tuple[Trace, Trace]) -> Row:
+    """Unseen requests get the home that a probe of their first tokens suggests, as they would at run time."""
+    solution, train_homes, affinity = place_with_homes(problem, probe=PROBE)
+    held_homes = choose_homes(affinity, traces[1], "probe", PROBE)
+    costs = [judge(solution, problem, trace, homes) for trace, homes in zip(traces, (train_homes, held_homes))]
+    return Row(solution, *costs, homes=f"probe:{PROBE}")
+
+
+def cap_for_unseen(problem: Problem) -> float:
+    """The cap on training tokens under which unseen ones should keep ``problem.cap``, by resampling sequences.
+
+    Judged on a quick plan of the kind that will be made: what rises together on one rank depends on the plan.
     """
+    quick = replace(problem, seconds=0.1 * problem.seconds, progress=None, old_plan=None, max_moves=None)
+    return shrunk_cap(problem, solve_joint(quick).plan)
+
+
+def term_bounds(problem: Problem, seconds: float) -> dict[str, float]:
+    """Bounds, under the cap, of the figures in the problem's objective; those that none is known for are left out."""
     terms = problem.objective.terms or ((problem.objective.name, 1.0),)
-    total = 0.0
+    found = {}
     for name, weight in terms:
         single = OBJECTIVES[name]
-        if single.maximise != (problem.objective.maximise == (weight > 0)):
-            return None  # the term is pulled the way its figure has no bound for
-        found = lower_bound.bound(replace(problem, objective=single), seconds / len(terms))
-        if found is None:
-            return None
-        total += weight * found
-    return total
+        if single.maximise == (problem.objective.maximise == (weight > 0)):  # else it is pulled to its unbounded side
+            found[name] = lower_bound.bound(replace(problem, objective=single), seconds / len(terms))
+    return {name: bound for name, bound in found.items() if bound is not None}
+
+
+def sum_bound(problem: Problem, bounds: dict[str, float]) -> float | None:
+    """A bound on the objective: no plan's weighted sum is better than the best of each term."""
+    terms = problem.objective.terms or ((problem.objective.name, 1.0),)
+    return sum(weight * bounds[name] for name, weight in terms) if all(name in bounds for name, _ in terms) else None
 
 
 def with_bound(solution: Solution, problem: Problem, bound: float | None) -> Solution:

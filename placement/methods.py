@@ -6,21 +6,25 @@ Solvers are imported when they are first used: to list the methods costs nothing
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from placement import solution
 from placement.errors import UserError
 from placement.solution import Objective, Problem, Solution
+from placement.trace import Trace
 
-# Ranks a token reaches in a layer, and how much of its path stays on one: a share of 0.25 counts as much as a rank.
-MIXED = Objective("mixed", terms=(("fan_out", 1.0), ("locality", -4.0)))
+# Ranks a token reaches in a layer, less the share that stays on one from layer to layer: a sixth is worth a rank.
+MIXED = Objective("mixed", terms=(("fan_out", 1.0), ("locality", -6.0)))
 OBJECTIVES = {**solution.OBJECTIVES, MIXED.name: MIXED}
 
 
 @dataclass(frozen=True)
 class Method:
-    """``options`` are keyword arguments of the solver; ``searches``: more time may give a better plan."""
+    """``options`` are keyword arguments of the solver; ``searches``: more time may give a better plan.
+
+    ``places_homes``: the plan is made together with home ranks; see :func:`placement.cohome.place_with_homes`.
+    """
 
     name: str
     module: str
@@ -28,6 +32,7 @@ class Method:
     summary: str
     searches: bool = False
     options: tuple[tuple[str, object], ...] = ()
+    places_homes: bool = False
 
     def __call__(self, problem: Problem) -> Solution:
         return self.load()(problem, **dict(self.options))
@@ -41,6 +46,18 @@ def solve_moetuner_sum(problem: Problem) -> Solution:
     from placement.ilp import MoETunerOptions, solve_moetuner
 
     return solve_moetuner(problem, MoETunerOptions(objective="sum"))
+
+
+def solve_domains(problem: Problem, domains: Sequence[Trace] = (), worst: bool = False) -> Solution:
+    """The joint solver for several domains, each of which counts the same, or the worst of which counts.
+
+    The problem's cap is kept as it is: whoever makes the problem lowers it for unseen tokens, or does not.
+    """
+    from placement.robust import RobustOptions, solve_robust
+
+    if len(domains) < 2:
+        raise UserError("it weighs several domains; give more than one trace")
+    return solve_robust(problem, RobustOptions(tuple(domains), worst, shrink=False))
 
 
 METHODS = {
@@ -59,14 +76,31 @@ METHODS = {
             "EPLB, groups of experts on nodes first",
             options=(("policy", "hierarchical"),),
         ),
+        Method("balance", "placement.balance", "solve_balance", "load alone, replicas and packing together", True),
         Method("two-stage", "placement.two_stage", "solve_two_stage", "even loads, then clusters follow the tokens"),
         Method("moetuner", "placement.ilp", "solve_moetuner", "MoETuner's two integer programs, min-max", True),
         Method("moetuner-sum", "placement.methods", "solve_moetuner_sum", "the same, sum of link times", True),
         Method("exact", "placement.exact", "solve_exact", "a proven optimum, where structure allows one", True),
         Method("joint", "placement.joint", "solve_joint", "load cap, fan-out and locality together", True),
+        Method("domains", "placement.methods", "solve_domains", "joint, for every --trace alike or the worst", True),
+        Method(
+            "homes",
+            "placement.cohome",
+            "solve_homes",
+            "joint, in turn with the home ranks of requests; writes an affinity file",
+            True,
+            places_homes=True,
+        ),
     )
 }
 DEFAULT = "joint"
+
+
+def for_domains(method: Method, domains: Sequence[Trace], worst: bool) -> Method:
+    """The method told of the domains, where it asks for them."""
+    if method.function != "solve_domains":
+        return method
+    return replace(method, options=(("domains", tuple(domains)), ("worst", worst)))
 
 
 def find(name: str) -> Method:

@@ -9,11 +9,15 @@ from placement import methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
 from placement.cli.solve import add_solver_arguments, problem_of
-from placement.compare import FIGURES, Row, compare, problem_bound
+from placement.compare import FIGURES, Row, compare, sum_bound, term_bounds
 from placement.errors import UserError
 from placement.report import plot_frontier
+from placement.solution import Problem
 from placement.trace import join
 
+LEGEND = """\
+tail: fullest GPU over mean; dispatch, combine: rows to and from other ranks, per token and layer
+requests have round-robin homes, with method homes those that a probe of their first 32 tokens suggests"""
 BOUND_SECONDS = 4.0  # most that the bound that all methods share may take, about
 HELP = "run every method on the first part of the tokens and judge them on the rest"
 EXAMPLES = """\
@@ -34,8 +38,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     inputs.add_trace_arguments(parser)
     inputs.add_machine_arguments(parser)
     inputs.add_slot_arguments(parser)
-    add_solver_arguments(parser, seconds=20.0)
+    add_solver_arguments(parser, seconds=12.0)
     parser.add_argument("--method", nargs="+", metavar="NAME", help="only these (default: all that apply)")
+    parser.add_argument("--worst", action="store_true", help="method domains: the worst domain counts, not the mean")
     parser.add_argument("--holdout", type=inputs.share, default=0.5, help="share of sequences judged on (default 0.5)")
     inputs.add_cost_arguments(parser)
     parser.add_argument("--plot", type=inputs.picture, metavar="FILE.png", help="draw tail against the others")
@@ -57,15 +62,16 @@ def run(args: argparse.Namespace) -> int:
     def skip(name: str, reason: str) -> None:
         note(f"{name} left out: {reason}")
 
-    bound = problem_bound(problem, min(BOUND_SECONDS, args.seconds / 4))
-    for method in chosen:
+    bounds = term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4))
+    bound = sum_bound(problem, bounds)
+    for method in (methods.for_domains(each, train, args.worst) for each in chosen):
         with progress_line(method.name, bound) as show:
             rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
     if not rows:
         raise UserError("no method could solve this; the notes say why")
     content = [row.to_dict() for row in rows]
     if args.json != "-":
-        _show(rows, problem.train.num_tokens, held_out.num_tokens, topology.ranks)
+        _show(rows, problem, held_out.num_tokens, bounds)
     if args.plot:
         title = f"{problem.shape.name}: {topology.ranks} GPUs, {held_out.num_tokens:,} held-out tokens"
         _draw(content, args.plot, title)
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(rows: list[Row], train: int, held: int, gpus: int) -> None:
+def _show(rows: list[Row], problem: Problem, held: int, bounds: dict[str, float]) -> None:
     table = []
     for row in rows:
         solution, figures = row.solution, row.to_dict()["held_out"]
@@ -86,8 +92,11 @@ def _show(rows: list[Row], train: int, held: int, gpus: int) -> None:
     name = rows[0].solution.objective_name
     columns = ("method", "tail", "worst layer", "locality", "fan-out", "dispatch", "combine")
     columns += (f"train {name}", "bound", "gap", "status", "seconds")
-    title = f"held-out figures on {gpus} GPUs ({train:,} tokens to solve, {held:,} to judge)"
-    print_table(title, columns, table, "tail: fullest GPU over mean; dispatch, combine: rows per token and layer")
+    tokens = f"{problem.train.num_tokens:,} tokens to solve, {held:,} to judge"
+    print_table(f"held-out figures on {problem.ranks} GPUs ({tokens})", columns, table, LEGEND)
+    for figure, value in bounds.items():
+        side = "above" if methods.OBJECTIVES[figure].maximise else "below"
+        print(f"on the training tokens no plan under the cap has {figure} {side} {value:.4f}")
 
 
 def _draw(content: list[dict], path: str, title: str) -> None:

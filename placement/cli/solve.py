@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from placement import cost, methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
-from placement.compare import FIGURES, problem_bound, with_bound
+from placement.cohome import place_with_homes
+from placement.compare import FIGURES, PROBE, cap_for_unseen, judge, sum_bound, term_bounds, with_bound
 from placement.errors import UserError
+from placement.home_rules import choose_homes
+from placement.homes import Affinity, fit_affinity
 from placement.plan import Plan
 from placement.solution import Problem, Solution, make_problem
 from placement.trace import Trace, join
@@ -21,6 +27,7 @@ examples:
   epmoe-placement solve --trace law.npz intent.npz summary.npz --gpus 8 --cap 1.05 --seconds 60 -o plan.json
   epmoe-placement solve --trace law.npz --nodes 2 --gpus-per-node 8 --inter 25G --redundant 1 -o plan.json
   epmoe-placement solve --trace load.csv --top-k 8 --gpus 8 --method eplb --redundant 2 -o plan.json
+  epmoe-placement solve --trace law.npz intent.npz --gpus 8 --method homes --cut 256 -o plan.json
   epmoe-placement solve --trace today.npz --gpus 8 --old-plan plan.json --max-moves 100 -o next.json
 
 what it prints:
@@ -46,6 +53,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_solver_arguments(parser)
     parser.add_argument("--method", default=methods.DEFAULT, metavar="NAME", help=f"see below ({methods.DEFAULT})")
     parser.add_argument("--holdout", type=inputs.share, default=0.2, help="share of sequences to judge on (0.2)")
+    parser.add_argument("--worst", action="store_true", help="method domains: the worst domain counts, not the mean")
+    parser.add_argument(
+        "--probe",
+        type=inputs.positive_int,
+        metavar="N",
+        help="write an affinity file that chooses homes by the first N tokens of a request (method homes: always, 32)",
+    )
     parser.add_argument("--old-plan", metavar="PLAN", help="the plan in force: moves from it are limited or priced")
     parser.add_argument("--max-moves", type=inputs.natural_int, metavar="N", help="expert copies that may move")
     parser.add_argument(
@@ -65,9 +79,16 @@ def add_solver_arguments(parser: argparse.ArgumentParser, seconds: float = 10.0)
         metavar="NAME",
         help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, fan-out - 4 locality; compute_tail for loads)",
     )
-    group.add_argument(
-        "--cap", type=cap, default=1.05, metavar="X", help="most load of a GPU over the mean, or none (default 1.05)"
+    caps = group.add_mutually_exclusive_group()
+    caps.add_argument(
+        "--unseen-cap",
+        type=cap,
+        default=1.1,
+        metavar="X",
+        help="most load of a GPU over the mean on unseen tokens; resampling says what cap on the training tokens that"
+        " needs (default 1.1)",
     )
+    caps.add_argument("--cap", type=cap, default=False, metavar="X", help="the cap on training tokens itself, or none")
     group.add_argument(
         "--seconds", type=inputs.seconds, default=seconds, metavar="S", help=f"time of a method (default {seconds:g})"
     )
@@ -87,6 +108,7 @@ def cap(text: str) -> float | None:
 def run(args: argparse.Namespace) -> int:
     require_writable(args.output, args.json)
     method = methods.find(args.method)
+    args.probe_given, args.probe = args.probe is not None, args.probe or PROBE
     topology = inputs.load_topology(args)
     loads = inputs.load_loads(args)
     if loads is not None:
@@ -94,12 +116,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
     problem = problem_of(args, train, topology, old_plan=_old_plan(args, train))
-    bound = problem_bound(problem, args.seconds / 4) if method.searches else None  # a baseline answers at once
-    with progress_line(method.name, bound) as show:
-        solution = with_bound(method(replace(problem, progress=show)), problem, bound)
-    result = describe(solution, problem, held)
+    found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
     if args.output:
-        _save(solution.plan, args.output)
+        found = _save(found, args)
+    solution, result = found.solution, describe(found, problem, held, args)
     if args.json != "-":
         _show(solution, result, args)
     if args.json:
@@ -107,16 +127,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A solution, and for plans made with homes those of the training requests and the affinity for new ones."""
+
+    solution: Solution
+    homes: np.ndarray | None = None
+    affinity: Affinity | None = None
+
+
+def solve_method(method: methods.Method, problem: Problem, args: argparse.Namespace) -> Found:
+    """Solve with progress on stderr. Baselines answer at once; searches get a bound first, to show the gap to."""
+    if method.places_homes:
+        with progress_line(method.name) as show:
+            return Found(*place_with_homes(replace(problem, progress=show), probe=args.probe))
+    bound = sum_bound(problem, term_bounds(problem, args.seconds / 4)) if method.searches else None
+    with progress_line(method.name, bound) as show:
+        solution = with_bound(method(replace(problem, progress=show)), problem, bound)
+    if args.probe_given:
+        return Found(solution, affinity=fit_affinity(solution.plan, problem.train, args.probe))
+    return Found(solution)
+
+
 def problem_of(args: argparse.Namespace, train, topology, **extra) -> Problem:
     """The problem that the arguments describe; ``train`` is a list of traces or a profile of loads."""
     loads_only = not isinstance(train, list)
-    return make_problem(
+    problem = make_problem(
         train,
         topology,
         objective=methods.OBJECTIVES[args.objective or ("compute_tail" if loads_only else methods.MIXED.name)],
         slots=args.slots,
         redundant=args.redundant,
-        cap=args.cap,
+        cap=args.unseen_cap if args.cap is False else args.cap,
         seed=args.seed,
         seconds=args.seconds,
         threads=args.threads,
@@ -124,19 +166,29 @@ def problem_of(args: argparse.Namespace, train, topology, **extra) -> Problem:
         calibration=inputs.load_calibration(args),
         **extra,
     )
+    if args.cap is not False or problem.cap is None or loads_only:
+        return problem
+    lowered = cap_for_unseen(problem)
+    note(f"load cap {lowered:.4f} on training tokens, so that unseen ones keep {problem.cap:g} (or set it by --cap)")
+    return replace(problem, cap=lowered)
 
 
-def describe(solution: Solution, problem: Problem, held: Trace | None) -> dict:
-    """The solution and its figures, for JSON and tables."""
-    result = solution.to_dict()
-    for name, trace in (("train", problem.train), ("held_out", held)):
-        result[name] = None
-        if trace is not None:
-            options = {"combine": problem.combine, "calibration": problem.calibration}
-            result[name] = cost.evaluate(solution.plan, trace, problem.topology, **options).to_dict(arrays=False)
+def describe(found: Found, problem: Problem, held: Trace | None, args: argparse.Namespace) -> dict:
+    """The solution and its figures, for JSON and tables; with an affinity, at the homes it chooses."""
+    solution, traces = found.solution, (problem.train, held)
+    result = solution.to_dict() | {"homes": "round-robin", "train": None, "held_out": None}
     if problem.train is None:
         tail, worst = cost.compute_tail_from_load(problem.profile.load_LE, solution.plan, problem.topology.speed_W)
-        result["train"] = {"compute_tail": tail, "compute_tail_worst_layer": worst}
+        return result | {"train": {"compute_tail": tail, "compute_tail_worst_layer": worst}}
+    homes = found.homes, None
+    if found.affinity is not None:
+        result["homes"] = f"probe:{args.probe}"
+        homes = [trace and choose_homes(found.affinity, trace, "probe", args.probe) for trace in traces]
+    if found.homes is not None:
+        homes = found.homes, homes[1]
+    for name, trace, chosen in zip(("train", "held_out"), traces, homes):
+        if trace is not None:
+            result[name] = judge(solution, problem, trace, chosen).to_dict(arrays=False)
     return result
 
 
@@ -162,11 +214,17 @@ def _old_plan(args: argparse.Namespace, train) -> Plan | None:
     return inputs.load_plan(args.old_plan, train[0] if isinstance(train, list) else None, args.gpus)
 
 
-def _save(plan: Plan, path: str) -> None:
+def _save(found: Found, args: argparse.Namespace) -> Found:
+    """Write the plan and, beside it, its affinity file."""
+    path, plan = Path(args.output), found.solution.plan
     try:
+        if found.affinity is not None:
+            plan = replace(plan, affinity=f"{path.stem}.affinity.npz")
+            found.affinity.save(path.parent / plan.affinity)
         plan.save(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; give another path") from None
+    return replace(found, solution=replace(found.solution, plan=plan))
 
 
 def _show(solution: Solution, result: dict, args: argparse.Namespace) -> None:
@@ -177,7 +235,8 @@ def _show(solution: Solution, result: dict, args: argparse.Namespace) -> None:
         f" bound {bound}, gap {gap}, {solution.seconds:.2f} s"
     )
     train, held = result["train"] or {}, result["held_out"] or {}
-    rows = [[name, train.get(name), held.get(name)] for name in FIGURES if name in train]
-    print_table("figures (weighing tokens)", ("figure", "train", "held-out"), rows)
+    rows = [[name, train.get(name), held.get(name)] for name in (*FIGURES, "home_tail") if name in train]
+    print_table(f"figures (weighing tokens; homes {result['homes']})", ("figure", "train", "held-out"), rows)
     if args.output:
-        print(f"plan written to {args.output}")
+        affinity = solution.plan.affinity
+        print(f"plan written to {args.output}" + (f", affinity beside it to {affinity}" if affinity else ""))
