@@ -1,145 +1,132 @@
-"""Load alone, with replicas: which experts get the spare slots and which rank holds what, searched together.
+"""Load alone: how many copies each expert gets and where they go, decided together.
 
-Copies of an expert are taken to share its tokens evenly (EPLB's and FlashLB's assumption).  EPLB chooses the copies
-first and packs them after; here a layer starts there, and two moves lower ``sum over ranks (time / fair time) ** 16``,
-a smooth stand-in for the slowest rank: a slot of a replicated expert takes another expert, or two slots change places.
-Where neither helps, some slots are replaced at random and the descent starts again; the best layer met is kept.
+EPLB fixes the copies first (most load per copy gets the next) and packs them afterwards; the packing may then need
+other counts.  Here a copy of one expert is exchanged for a copy of another, everything is packed anew (longest first,
+pair swaps), and the best exchange is kept while it helps: judged by a high power mean of the ranks' times, which also
+sees progress below the slowest rank.  Starts: EPLB's counts, and the fewest copies that bring every share under a
+threshold, the rest dealt to the hottest experts that the threshold left whole.  Load splits equally over copies.
 """
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
-from placement.cost import compute_tail_L
 from placement.eplb import eplb_node
-from placement.greedy import lpt_swap, plan_of_ranks, swap_pairs
-from placement.plan import make_plan
-from placement.solution import Problem, Solution, finish
+from placement.greedy import swap_pairs
 
-_POWER = 16
-_SLOW_RANKS = 2  # whose slots are tried
-_KICKED = 3  # slots replaced at random between descents
-_CELLS_PER_SECOND = 1e8  # slot pairs looked at, on one core; turns the time budget into a number of descents
-_CELLS_OF_A_MOVE = 3e4  # what a move costs at any size
-_MOVES_PER_DESCENT = 12
-
-
-def solve_balance(problem: Problem) -> Solution:
-    """The evenest load that is found, layer by layer; without spare slots LPT with pair swaps."""
-    started = time.perf_counter()
-    load_LE, slots_W, speed_W = problem.profile.load_LE, problem.slots_W, problem.topology.speed_W
-    if not problem.spare_slots:
-        return finish(problem, plan_of_ranks(problem, lpt_swap(load_LE, slots_W, speed_W)), "balance", started)
-    per_move = _CELLS_OF_A_MOVE + float(slots_W.sum()) * (slots_W.max() * _SLOW_RANKS + 500)
-    cells = len(load_LE) * _MOVES_PER_DESCENT * per_move
-    descents = int(np.clip(problem.seconds * _CELLS_PER_SECOND / cells, 1, 300))
-    rng = np.random.default_rng(problem.seed)
-    slots = [balance_layer(load_E, slots_W, speed_W, descents, rng) for load_E in load_LE]
-    return finish(problem, make_plan(problem.shape, problem.ranks, slots), "balance", started)
+CANDIDATES = 8  # experts that may give a copy, and that may take one, in each step
+POWER = 16
 
 
 def balance_layer(
-    load_E: np.ndarray, slots_W: np.ndarray, speed_W: np.ndarray, descents: int, rng: np.random.Generator
+    load_E: np.ndarray, slots_W: np.ndarray, speed_W: np.ndarray, *, steps: int = 20, starts: int = 12
 ) -> list[list[int]]:
-    """``[rank][experts]`` of one layer, at least as even as EPLB's packing with pair swaps."""
-    held = eplb_node(load_E, slots_W, speed_W)
-    rank_S, expert_S = np.repeat(np.arange(len(slots_W)), slots_W), np.concatenate(held).astype(np.int64)
-    best_S = expert_S = _swap(expert_S, rank_S, load_E, speed_W)
-    best_tail = _tail(best_S, rank_S, load_E, speed_W)
-    for _ in range(descents):
-        if best_tail <= 1 + 1e-9:
+    """``[rank]`` lists of experts that fill every slot, no two copies on one rank."""
+    expert_S, rank_S = _flat(eplb_node(load_E, slots_W, speed_W))
+    counts = [np.bincount(expert_S, minlength=len(load_E))]
+    rank_S = swap_pairs((load_E / counts[0])[expert_S], rank_S, expert_S, speed_W)
+    best = (*_times(load_E, counts[0], expert_S, rank_S, speed_W), counts[0], expert_S, rank_S)
+    if slots_W.sum() > len(load_E) and load_E.sum() > 0:
+        counts += _threshold_counts(load_E, int(slots_W.sum()), len(slots_W), starts)
+        for copies_E in counts:
+            found = _search(load_E, copies_E, (slots_W, speed_W), steps)
+            if found is not None and found[0] < best[0] * (1 - 1e-12):
+                best = found
+    _, _, _, expert_S, rank_S = best
+    return [np.sort(expert_S[rank_S == rank]).tolist() for rank in range(len(slots_W))]
+
+
+def _threshold_counts(load_E: np.ndarray, slots: int, ranks: int, starts: int) -> list[np.ndarray]:
+    shares = np.unique((load_E[:, None] / np.arange(1, ranks + 1)).ravel())
+    out = []
+    for limit in shares[shares > 0]:
+        copies_E = np.clip(np.ceil(load_E / limit - 1e-9), 1, None).astype(np.int64)
+        left = slots - int(copies_E.sum())
+        if left < 0 or copies_E.max() > ranks:
+            continue
+        for _ in range(left):
+            whole_E = np.where((copies_E < ranks) & (load_E < limit), load_E / copies_E, -1.0)
+            any_E = np.where(copies_E < ranks, load_E / copies_E, -1.0)
+            copies_E[int((whole_E if whole_E.max() > 0 else any_E).argmax())] += 1
+        out.append(copies_E)
+        if len(out) == starts:
             break
-        expert_S = _descend(expert_S, rank_S, load_E, speed_W)
-        tail = _tail(expert_S, rank_S, load_E, speed_W)
-        if tail < best_tail - 1e-12:
-            best_S, best_tail = expert_S, tail
-        expert_S = _kick(best_S, rank_S, len(load_E), rng)
-    return [best_S[rank_S == rank].tolist() for rank in range(len(slots_W))]
+    return out
 
 
-def _descend(expert_S: np.ndarray, rank_S: np.ndarray, load_E: np.ndarray, speed_W: np.ndarray) -> np.ndarray:
-    """Pair swaps of the slowest rank, then the best replacement or exchange, until neither lowers the power sum."""
-    expert_S = _swap(expert_S, rank_S, load_E, speed_W)
-    while True:
-        state = _State(expert_S, rank_S, load_E, speed_W)
-        moves = [state.best_replacement(), state.best_exchange()]
-        value, move = min(moves, key=lambda pair: pair[0])
-        if value >= state.value * (1 - 1e-9):
-            return _swap(expert_S, rank_S, load_E, speed_W)
-        expert_S = expert_S.copy()
-        expert_S[move[0]] = move[1]
-
-
-class _State:
-    """One layer's slots and, for every slot, what the power sum becomes by each move."""
-
-    def __init__(self, expert_S: np.ndarray, rank_S: np.ndarray, load_E: np.ndarray, speed_W: np.ndarray) -> None:
-        self.expert_S, self.rank_S, self.load_E = expert_S, rank_S, load_E
-        self.fair_W = speed_W * (load_E.sum() / speed_W.sum() or 1.0)
-        self.copies_E = np.bincount(expert_S, minlength=len(load_E))
-        self.share_E = load_E / self.copies_E
-        self.held_WE = np.zeros((len(speed_W), len(load_E)), bool)
-        self.held_WE[rank_S, expert_S] = True
-        self.time_W = (self.held_WE @ self.share_E) / self.fair_W
-        self.value = float((self.time_W**_POWER).sum())
-
-    def best_replacement(self) -> tuple[float, tuple]:
-        """A slot of a replicated expert takes an expert of one of the slowest ranks: (value, (slot, expert))."""
-        slot_X = np.flatnonzero(self.copies_E[self.expert_S] > 1)
-        slowest = np.argsort(-self.time_W, kind="stable")[:_SLOW_RANKS]
-        wanted_Y = np.flatnonzero(self.held_WE[slowest].any(0))
-        x, y = np.nonzero(~self.held_WE[self.rank_S[slot_X]][:, wanted_Y])
-        if not x.size:
-            return np.inf, ()
-        slot, new = slot_X[x], wanted_Y[y]
-        old, rank = self.expert_S[slot], self.rank_S[slot]
-        old_after = self.load_E[old] / (self.copies_E[old] - 1)
-        new_after = self.load_E[new] / (self.copies_E[new] + 1)
-        change_MW = self.held_WE[:, old].T * (old_after - self.share_E[old])[:, None]
-        change_MW = change_MW + self.held_WE[:, new].T * (new_after - self.share_E[new])[:, None]
-        change_MW[np.arange(len(slot)), rank] += new_after - old_after
-        value_M = ((self.time_W + change_MW / self.fair_W) ** _POWER).sum(1)
-        best = int(value_M.argmin())
-        return float(value_M[best]), (slot[best], new[best])
-
-    def best_exchange(self) -> tuple[float, tuple]:
-        """A slot of one of the slowest ranks and one elsewhere change places; (value, (slots, their new experts))."""
-        expert_S, rank_S = self.expert_S, self.rank_S
-        slow_A = np.flatnonzero(np.isin(rank_S, np.argsort(-self.time_W, kind="stable")[:_SLOW_RANKS]))
-        share_S, power_S, time_S = self.share_E[expert_S], self.time_W[rank_S] ** _POWER, self.time_W[rank_S]
-        gain_AS = share_S - share_S[slow_A][:, None]  # what the slow rank gains and the other loses
-        slow_AS = time_S[slow_A][:, None] + gain_AS / self.fair_W[rank_S[slow_A]][:, None]
-        other_AS = time_S - gain_AS / self.fair_W[rank_S]
-        value_AS = self.value + slow_AS**_POWER + other_AS**_POWER - power_S[slow_A][:, None] - power_S
-        value_AS[self.held_WE[rank_S[slow_A]][:, expert_S]] = np.inf  # the slow rank has the other's expert
-        value_AS[self.held_WE[:, expert_S[slow_A]].T[:, rank_S]] = np.inf
-        a, b = np.unravel_index(value_AS.argmin(), value_AS.shape)
-        pair = np.array([slow_A[a], b])
-        return float(value_AS[a, b]), (pair, expert_S[pair[::-1]])
-
-
-def _kick(expert_S: np.ndarray, rank_S: np.ndarray, num_experts: int, rng: np.random.Generator) -> np.ndarray:
-    """Random replacements of slots whose expert keeps another copy, by experts their rank lacks."""
-    expert_S = expert_S.copy()
-    for _ in range(_KICKED):
-        slots = np.flatnonzero(np.bincount(expert_S, minlength=num_experts)[expert_S] > 1)
-        if not slots.size:
+def _search(load_E: np.ndarray, copies_E: np.ndarray, machine: tuple[np.ndarray, np.ndarray], steps: int):
+    """Exchanges of copies from ``copies_E``: (slowest, power mean, copies, experts, ranks); ``None``: nothing packs."""
+    packed = pack_copies(load_E, copies_E, *machine)
+    best = None
+    if packed is not None:
+        best = (*_times(load_E, copies_E, *packed, machine[1]), copies_E, *packed)
+    for _ in range(steps):
+        found = _better_counts(load_E, copies_E, machine, np.inf if best is None else best[1])
+        if found is None:
             break
-        slot = rng.choice(slots)
-        absent = np.setdiff1d(np.arange(num_experts), expert_S[rank_S == rank_S[slot]])
-        if absent.size:
-            expert_S[slot] = rng.choice(absent)
-    return expert_S
+        best, copies_E = found, found[2]
+    return best
 
 
-def _swap(expert_S: np.ndarray, rank_S: np.ndarray, load_E: np.ndarray, speed_W: np.ndarray) -> np.ndarray:
-    share_S = (load_E / np.bincount(expert_S, minlength=len(load_E)))[expert_S]
-    order = np.argsort(swap_pairs(share_S, rank_S, expert_S, speed_W), kind="stable")
-    return expert_S[order]  # slots of a rank are consecutive, as in rank_S
+def _better_counts(load_E: np.ndarray, copies_E: np.ndarray, machine: tuple[np.ndarray, np.ndarray], best: float):
+    """The best packing with one copy exchanged whose power mean is below ``best``, or ``None``."""
+    slots_W, speed_W = machine
+    share_E = load_E / copies_E
+    givers = [e for e in np.argsort(share_E, kind="stable") if copies_E[e] > 1][:CANDIDATES]
+    takers = [e for e in np.argsort(-share_E, kind="stable") if copies_E[e] < len(slots_W)][:CANDIDATES]
+    found = None
+    for giver in givers:
+        for taker in takers:
+            if giver == taker:
+                continue
+            trial_E = copies_E.copy()
+            trial_E[giver] -= 1
+            trial_E[taker] += 1
+            packed = pack_copies(load_E, trial_E, slots_W, speed_W)
+            if packed is None:
+                continue
+            slowest, mean = _times(load_E, trial_E, *packed, speed_W)
+            if mean < best * (1 - 1e-12):
+                best, found = mean, (slowest, mean, trial_E, *packed)
+    return found
 
 
-def _tail(expert_S: np.ndarray, rank_S: np.ndarray, load_E: np.ndarray, speed_W: np.ndarray) -> float:
-    share_S = (load_E / np.bincount(expert_S, minlength=len(load_E)))[expert_S]
-    return float(compute_tail_L(np.bincount(rank_S, share_S, len(speed_W))[None], speed_W)[0])
+def pack_copies(
+    load_E: np.ndarray, copies_E: np.ndarray, slots_W: np.ndarray, speed_W: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(expert, rank) of each slot: longest first to the rank that is done first, then pair swaps.
+
+    Copies go to distinct ranks; ``None`` where this order runs into a dead end.
+    """
+    share_E, W = load_E / copies_E, len(slots_W)
+    done_W, free_W = np.zeros(W), slots_W.copy()
+    experts, ranks = [], []
+    for expert in np.argsort(-share_E, kind="stable"):
+        count = copies_E[expert]
+        open_W = np.flatnonzero(free_W > 0)
+        if len(open_W) < count:
+            return None
+        chosen = open_W[np.argsort((done_W[open_W] + share_E[expert]) / speed_W[open_W], kind="stable")[:count]]
+        done_W[chosen] += share_E[expert]
+        free_W[chosen] -= 1
+        experts += [expert] * count
+        ranks += chosen.tolist()
+    expert_S, rank_S = np.array(experts), np.array(ranks)
+    return expert_S, swap_pairs(share_E[expert_S], rank_S, expert_S, speed_W)
+
+
+def _times(
+    load_E: np.ndarray, copies_E: np.ndarray, expert_S: np.ndarray, rank_S: np.ndarray, speed_W: np.ndarray
+) -> tuple[float, float]:
+    """(slowest, power mean) of the ranks' times."""
+    time_W = np.bincount(rank_S, (load_E / copies_E)[expert_S], len(speed_W)) / speed_W
+    slowest = float(time_W.max())
+    if slowest <= 0:
+        return 0.0, 0.0
+    return slowest, slowest * float(((time_W / slowest) ** POWER).mean()) ** (1 / POWER)
+
+
+def _flat(held: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([np.asarray(h, np.int64) for h in held]), np.repeat(
+        np.arange(len(held)), list(map(len, held))
+    )

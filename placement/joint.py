@@ -19,19 +19,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from placement.balance import balance_layer
 from placement.cost import compute_tail_L
-from placement.eplb import eplb_node
 from placement.greedy import lpt_swap, single_slots_W
 from placement.layout import (
     LayerLimits,
     Layout,
     Sample,
+    Weights,
     chain_data,
     draw_sample,
     home_weights,
     item_loads,
     layout_of,
     plan_of,
+    weights_of,
 )
 from placement.moves import Heat, LayerSearch
 from placement.plan import Plan, make_plan
@@ -39,6 +41,7 @@ from placement.replicate import LayerTokens, improve_copies
 from placement.solution import Problem, Solution, finish
 from placement.states import layer_caps
 from placement.team import ChainData, Team, one_hot
+from placement.transport import is_linear, polish
 
 HOT, COLD = 0.3, 0.05
 SWEEP_STEPS = 16
@@ -65,7 +68,13 @@ class Pace:
 
 def solve_joint(problem: Problem) -> Solution:
     """With spare slots: single copies first, then copies where they gain most, then exchanges of all slots."""
+    if problem.old_plan is not None:
+        from placement.migrate import solve_from_old  # which uses this module's parts
+
+        return solve_from_old(problem)
     started = time.perf_counter()
+    if weights_of(problem) == Weights():
+        return finish(problem, balanced_plan(problem), "joint", started)
     sample, layout = draw_sample(problem), start_layout(problem)
     share = 0.5 if problem.spare_slots else 1.0
     layout, history = improve(problem, sample, layout, Budget(started, share * problem.seconds))
@@ -81,7 +90,7 @@ def solve_joint(problem: Problem) -> Solution:
 def start_layout(problem: Problem) -> Layout:
     """One copy of each expert, as balanced as LPT with pair swaps makes it.
 
-    Where spare slots are needed to come under the cap, EPLB's copies instead.
+    Where spare slots are needed to come near the cap, copies for load instead.
     """
     load_LE, W = problem.profile.load_LE, problem.ranks
     rank_LE = lpt_swap(load_LE, single_slots_W(problem), problem.topology.speed_W)
@@ -89,14 +98,17 @@ def start_layout(problem: Problem) -> Layout:
     if problem.spare_slots and problem.cap is not None:
         load_LW = np.stack([np.bincount(rank_E, load_E, W) for rank_E, load_E in zip(rank_LE, load_LE)])
         if compute_tail_L(load_LW, problem.topology.speed_W).max() > 1.5 * problem.cap:
-            return layout_of(eplb_plan(problem))
+            return layout_of(balanced_plan(problem))
     items = np.arange(E)
     return Layout([items] * L, list(rank_LE), [np.tile(items, (W, 1))] * L)
 
 
-def eplb_plan(problem: Problem) -> Plan:
+def balanced_plan(problem: Problem) -> Plan:
+    """Load alone: copies and their ranks together."""
     speed_W = problem.topology.speed_W
-    slots = [eplb_node(load_E, problem.slots_W, speed_W) for load_E in problem.profile.load_LE]
+    small = int(problem.slots_W.sum()) <= 32  # packing anew costs little there
+    effort = {} if small else {"steps": 2, "starts": 0}
+    slots = [balance_layer(load_E, problem.slots_W, speed_W, **effort) for load_E in problem.profile.load_LE]
     return make_plan(problem.shape, problem.ranks, slots)
 
 
@@ -109,11 +121,15 @@ class Budget:
     hot: float = HOT
 
 
-def improve(problem: Problem, sample: Sample, layout: Layout, budget: Budget) -> tuple[Layout, History]:
-    """Anneal where the layout's items are."""
-    chain = chain_data(problem, sample, layout, layer_limits(problem, sample, layout))
+def improve(
+    problem: Problem, sample: Sample, layout: Layout, budget: Budget, limits: list[LayerLimits] | None = None
+) -> tuple[Layout, History]:
+    """Anneal where the layout's items are, under ``limits`` (the problem's caps if not given)."""
+    chain = chain_data(problem, sample, layout, limits or layer_limits(problem, sample, layout))
     pace = replace(pace_of(chain, budget.started, budget.seconds), hot=budget.hot, cold=min(COLD, budget.hot / 2))
     rank, history = anneal(problem, chain, layout.rank, pace)
+    if is_linear(chain):
+        polish(chain, rank, budget.started + budget.seconds)
     return replace(layout, rank=rank), history
 
 
@@ -169,10 +185,12 @@ def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pa
             after = min(1.0, done + 1 / pace.rounds)
             hot, cold = (unit * pace.hot * (pace.cold / pace.hot) ** x for x in (done, after))
             team.sweep(rank_LS, Heat(hot, cold, SWEEP_STEPS, pace.rows), round)
-            if alike and round % 8 == 7:
+            if alike and round % 4 == 3:
                 relabel(chain, rank_LS)
             if round % 16 == 15:
                 _note(problem, team, rank_LS, pace, history)
+        if alike:
+            relabel(chain, rank_LS)
         _settle(team, rank_LS, pace)
         _note(problem, team, rank_LS, pace, history)
     return rank_LS, history
@@ -208,7 +226,7 @@ def unit_temperature(chain: ChainData, rank_LS: list[np.ndarray]) -> float:
 def ranks_alike(problem: Problem, chain: ChainData) -> bool:
     """Relabelling the ranks of one layer changes no cost but locality."""
     free = chain.base is None and bool(chain.cross) and all(data.weight_WT is None for data in chain.layers)
-    caps_alike = all(np.ptp(data.cap_DW, axis=1).max() <= 1e-6 * data.cap_DW.max() for data in chain.layers)
+    caps_alike = all(np.allclose(data.cap_DW, data.cap_DW[:, :1]) for data in chain.layers)
     return free and caps_alike and np.ptp(problem.slots_W) == 0
 
 

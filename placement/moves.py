@@ -108,6 +108,19 @@ class LayerSearch:
             self.held_WE[[g, h], expert_S[[a, b]]] = False
             self.held_WE[[g, h], expert_S[[b, a]]] = True
 
+    def follow(self, rank_S: np.ndarray) -> bool:
+        """Take over a relabelling of ranks; whether ``rank_S`` was one (else nothing changes)."""
+        to_W = np.full(self.W, -1)
+        to_W[self.rank_S] = rank_S
+        if not (to_W[self.rank_S] == rank_S).all() or not np.array_equal(np.sort(to_W), np.arange(self.W)):
+            return False
+        from_W = np.argsort(to_W)
+        self.rank_S = rank_S.astype(np.intp).copy()
+        self.code_WT, self.held_WE = self.code_WT[from_W], self.held_WE[from_W]
+        self.load_DW = self.load_DW[:, from_W]
+        self.table[self.S : -1] = self.table[self.S : -1][from_W]
+        return True
+
     def deltas(self, linear_SW: np.ndarray, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """float32 ``[rows, S]``: change of the objective if row's and column's item change places; inf: illegal."""
         rank_S, S, scale = self.rank_S, self.S, np.float32(self.data.scale)

@@ -81,7 +81,10 @@ class _Bench:
 
     def _layer(self, layer: int, order: Order, rank_LS: list[np.ndarray]) -> tuple[np.ndarray, float, int]:
         state = self.states.get(layer)
-        if state is None or not np.array_equal(state.rank_S, rank_LS[layer]):
+        alike = self.chain.layers[layer].weight_WT is None  # relabelling ranks then changes no row's cost
+        if state is None or not (
+            np.array_equal(state.rank_S, rank_LS[layer]) or (alike and state.follow(rank_LS[layer]))
+        ):
             state = self.states[layer] = LayerSearch(self.chain.layers[layer], rank_LS[layer])
         linear_SW = self.chain.linear_SW(layer, rank_LS)
         if order.cold:

@@ -1,0 +1,154 @@
+"""What choosing home ranks together with the placement saves: dispatch rows on held-out requests.
+
+Sequences are split in halves file by file, then cut into requests; homes of held-out requests are chosen, as one
+balanced batch, from the routing of a probe, from prompt token ids, or (unreachable in practice) from all their routing.
+The baseline is linear placement with round-robin homes.  All figures weigh tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np  # noqa: E402
+
+from placement import cost  # noqa: E402
+from placement.cohome import place_with_homes  # noqa: E402
+from placement.homes import Affinity, assign_homes, remote_rows_RW, score_prompt, score_routing  # noqa: E402
+from placement.plan import Plan, linear_plan  # noqa: E402
+from placement.solution import make_problem  # noqa: E402
+from placement.trace import Trace, join, load_trace  # noqa: E402
+
+DSV2 = tuple(f"dsv2lite_{name}" for name in ("intent", "law", "summary"))
+LANGUAGES = ("code_python", "de_man", "en_kernel", "fr_man", "pt_book", "ru_book", "zh_book")
+SMALL = tuple(f"small32x4_{name}" for name in LANGUAGES)
+EXAMPLES = """\
+examples:
+  python scripts/bench_homes.py --traces ../shared/traces
+  python scripts/bench_homes.py --case dsv2lite-8 --seconds 30 --json homes.json
+  python scripts/bench_homes.py --case small-8 --cap 1.02 1.05 1.1 1.2 1.4 --plot frontier.png
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``probe``: tokens seen before a home is chosen."""
+
+    files: tuple[str, ...]
+    gpus: int
+    redundant: int
+    probe: int
+    cap: float
+
+
+CASES = {
+    "dsv2lite-8": Case(DSV2, 8, 0, 32, 1.035),
+    "dsv2lite-8-redundant": Case(DSV2, 8, 1, 32, 1.04),
+    "small-4": Case(SMALL, 4, 0, 64, 1.05),
+    "small-8": Case(SMALL, 8, 0, 64, 1.05),
+}
+REQUEST = 256
+TRAIN_SLACK, HELD_OUT_SLACK = 1.08, 1.095
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cap", type=float, nargs="+", help="load caps on training tokens (default: each case's own)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="solver's budget per line (default 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the rows")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw rows saved against compute tail")
+    args = parser.parse_args()
+    rows = []
+    for name in args.case:
+        for cap in args.cap or [CASES[name].cap]:
+            for row in run(name, replace(CASES[name], cap=cap), args):
+                rows.append(row)
+                print(
+                    f"{row['case']:>20} cap {row['cap']:.3f} homes from {row['homes_from']:>6}:"
+                    f" {row['saved_percent']:5.2f} % fewer dispatch rows, tail {row['compute_tail']:.4f} (best split"
+                    f" {row['compute_tail_lp']:.4f}),"
+                    f" home load {row['home_tail']:.3f}, solved in {row['seconds']:.0f} s",
+                    flush=True,
+                )
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def run(name: str, case: Case, args: argparse.Namespace) -> list[dict]:
+    halves = [load_trace(args.traces / f"{file}.npz").split(0.5) for file in case.files]
+    train, held_out = (join([requests(half[i]) for half in halves], name) for i in (0, 1))
+    base = cost.evaluate(linear_plan(held_out.shape, case.gpus), held_out)
+    options = {"cap": case.cap, "seconds": args.seconds, "seed": args.seed, "redundant": case.redundant}
+    problem = make_problem(train, case.gpus, objective="dispatch_rows", **options)
+    solution, _, affinity = place_with_homes(problem, TRAIN_SLACK, case.probe)
+    rows = []
+    for source, score_RW in scores(solution.plan, held_out, affinity, case.probe).items():
+        homes = assign_homes(score_RW, held_out.seq_lens, HELD_OUT_SLACK)
+        costs = cost.evaluate(solution.plan, held_out, homes=homes)
+        row = {"case": name, **asdict(case), "homes_from": source, "seconds": solution.seconds}
+        row["saved_percent"] = 100 * (1 - costs.dispatch_rows / base.dispatch_rows)
+        row["linear_dispatch_rows"] = base.dispatch_rows
+        for figure in (
+            "dispatch_rows",
+            "compute_tail",
+            "compute_tail_worst_layer",
+            "compute_tail_lp",
+            "home_tail",
+            "fan_out",
+        ):
+            row[figure] = getattr(costs, figure)
+        rows.append(row)
+    return rows
+
+
+def requests(trace: Trace) -> Trace:
+    """The trace with its sequences cut into requests of at most ``REQUEST`` tokens."""
+    whole = [[REQUEST] * (n // REQUEST) + ([n % REQUEST] if n % REQUEST else []) for n in trace.seq_lens.tolist()]
+    return replace(trace, seq_lens=np.array([n for part in whole for n in part], np.int64))
+
+
+def scores(plan: Plan, trace: Trace, affinity: Affinity, probe: int) -> dict[str, np.ndarray]:
+    starts = trace.sequence_starts()
+    heads = [slice(a, min(a + probe, b)) for a, b in zip(starts, starts[1:])]
+    ids = trace.expert_ids_TLK
+    found = {"probe": np.stack([score_routing(ids[head], affinity.expert_rank_LEW) for head in heads])}
+    if trace.token_ids_T is not None:
+        found["tokens"] = np.stack([score_prompt(trace.token_ids_T[head], affinity.token_rank_VW) for head in heads])
+    return found | {"all": -remote_rows_RW(plan, trace)}
+
+
+def plot(rows: list[dict], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        for source in ("probe", "tokens", "all"):
+            points = [
+                (r["compute_tail"], r["saved_percent"]) for r in rows if (r["case"], r["homes_from"]) == (case, source)
+            ]
+            if points:
+                axes.plot(*zip(*sorted(points)), marker="o", label=f"{case}, homes from {source}")
+    axes.set(xlabel="held-out compute tail (max / mean)", ylabel="dispatch rows saved, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

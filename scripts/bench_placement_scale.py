@@ -1,0 +1,99 @@
+"""How well and how fast the joint solver does at the size of large models, on synthetic traces with real skew.
+
+One line per case: seconds, peak memory, figures on held-out tokens, and with ``--tenfold`` the objective that ten times
+the time finds and how far this one is from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from make_synthetic_trace import Recipe, Router  # noqa: E402
+
+from placement import cost  # noqa: E402
+from placement.joint import solve_joint  # noqa: E402
+from placement.methods import MIXED  # noqa: E402
+from placement.solution import make_problem  # noqa: E402
+
+EXAMPLES = """\
+examples:
+  python scripts/bench_placement_scale.py
+  python scripts/bench_placement_scale.py --case 48x128-8 --tenfold --json scale.json
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int
+    experts: int
+    gpus: int
+    slots: int
+    seconds: float
+
+
+CASES = {
+    "48x128-8": Case(48, 128, 8, 128, 10),
+    "58x256-8": Case(58, 256, 8, 256, 30),
+    "58x256-64": Case(58, 256, 64, 320, 90),
+}
+
+
+def run(name: str, tokens: int, cap: float, tenfold: bool) -> dict:
+    case = CASES[name]
+    router = Router(Recipe(layers=case.layers, experts=case.experts, top_k=8))
+    train, held_out = router.trace(tokens, 0), router.trace(tokens, 1)
+    problem = make_problem(train, case.gpus, objective=MIXED, slots=case.slots, cap=cap, seconds=case.seconds)
+    solution = solve_joint(problem)
+    costs = cost.evaluate(solution.plan, held_out)
+    row = {"case": name, "train_tokens": tokens, **asdict(case)}
+    row |= {"took": solution.seconds, "objective": solution.objective, "peak_mib": peak_mib()}
+    row |= {f: getattr(costs, f) for f in ("compute_tail", "fan_out", "locality", "dispatch_rows")}
+    if tenfold:
+        longer = solve_joint(
+            make_problem(train, case.gpus, objective=MIXED, slots=case.slots, cap=cap, seconds=10 * case.seconds)
+        )
+        row |= {"tenfold_objective": longer.objective, "tenfold_took": longer.seconds}
+        row["behind_percent"] = 100 * (solution.objective - longer.objective) / abs(longer.objective)
+    return row
+
+
+def peak_mib() -> float:
+    """Most memory of this process plus, for each core, of the largest worker (shared pages counted twice)."""
+    own, worker = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return (own + 2 * worker) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--tokens", type=int, default=8192, help="training tokens, and as many held out (default 8192)")
+    parser.add_argument("--cap", type=float, default=1.05)
+    parser.add_argument("--tenfold", action="store_true", help="also solve with ten times the time and compare")
+    parser.add_argument("--json", metavar="FILE", help="write the rows")
+    args = parser.parse_args()
+    rows = []
+    for name in args.case:
+        row = run(name, args.tokens, args.cap, args.tenfold)
+        rows.append(row)
+        print(
+            f"{name}: {row['took']:.1f} s (budget {row['seconds']:g}), {row['peak_mib']:.0f} MiB,"
+            f" objective {row['objective']:.4f}; held-out tail {row['compute_tail']:.3f}, fan-out {row['fan_out']:.3f},"
+            f" locality {row['locality']:.4f}, dispatch rows {row['dispatch_rows']:.3f}"
+            + (f"; {row['behind_percent']:.2f} % behind ten times the time" if args.tenfold else ""),
+            flush=True,
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
