@@ -157,7 +157,7 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
+    choice = choice or choose(rows_RD, pairs, weights, options.act, options.deterministic)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -187,7 +187,7 @@ def expert_sum(
     they are added.
     """
     if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
-        choice = choice or choose(rows_RD, index.row_M.numel(), weights)
+        choice = choice or choose(rows_RD, index.row_M.numel(), weights, options.act)
         if choice.vector:
             act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
             return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epmoe.ops.launch import has_hopper_features, pdl_options, sm_count, wait_for_inputs
+from epmoe.ops.gluon_gemm import gluon_gemm
+from epmoe.ops.launch import has_hopper_features, is_hopper, pdl_options, sm_count, wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex
 
 GATE_BLOCK: tl.constexpr = tl.constexpr(64)
@@ -39,6 +40,8 @@ class TileConfig:
     """Tile rows of a slot's last block where they are enough; 0 = no such tiles."""
     flatten: bool = False
     """Let the loads of the next tile start under the end of this one."""
+    specialised: bool = False
+    """Use the warp-specialised kernel of gluon_gemm.py (blocks of 128; ``stages`` and ``group`` count)."""
 
 
 @triton.jit
@@ -281,6 +284,13 @@ def takes_descriptors(weights, device: torch.device) -> bool:
     return aligned and (device.type == "cpu" or has_hopper_features(device))
 
 
+def takes_specialised(weights, device: torch.device, act: str) -> bool:
+    """Whether the warp-specialised kernels apply: Hopper itself, SiLU, sizes that are multiples of 64."""
+    hidden, features = weights.down.shape[1:]
+    half = weights.down.dtype in (torch.bfloat16, torch.float16)
+    return act == "silu" and half and hidden % 64 == 0 and features % 64 == 0 and is_hopper(device)
+
+
 def _rows_descriptor(matrix: torch.Tensor, rows: int, depth: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, depth])
 
@@ -309,8 +319,9 @@ def _launch(kernel, operands: tuple, out: torch.Tensor, index: MoEIndex, config:
 
 def gate_up_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, act: str, num_sms: int = 0) -> torch.Tensor:
     """Activated features ``[M, F]`` in pair order; rows from the number of pairs on are undefined."""
-    hidden, features = weights.down.shape[1:]
-    slots = weights.down.shape[0]
+    if config.specialised:
+        return gluon_gemm(rows_RD, index, weights.gate_up, True, (config.stages, config.group), num_sms)
+    slots, hidden, features = weights.down.shape
     out_MF = rows_RD.new_empty((index.row_M.numel(), features))
     tma = takes_descriptors(weights, rows_RD.device)
     weight = weights.gate_up.view(-1, hidden)
@@ -324,6 +335,8 @@ def gate_up_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, act: s
 
 def down_triton(act_MF, index: MoEIndex, weights, config: TileConfig, num_sms: int = 0) -> torch.Tensor:
     """Unweighted expert outputs ``[M, D]`` in pair order; rows from the number of pairs on are undefined."""
+    if config.specialised:
+        return gluon_gemm(act_MF, index, weights.down, False, (config.stages, config.group), num_sms)
     slots, hidden, features = weights.down.shape
     out_MD = act_MF.new_empty((act_MF.shape[0], hidden))
     tma = takes_descriptors(weights, act_MF.device)

@@ -28,16 +28,21 @@ class Choice:
 
 PLAIN = TileConfig(cols=128, depth=32, warps=4, stages=2)
 PINNED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2)
-VECTOR = ((8, 512, 4), (8, 256, 4))
-BY_ROWS = {
-    16: (TileConfig(128, 128, 4, 4, swap=True, flatten=True), TileConfig(128, 128, 4, 4, swap=True, flatten=True)),
-    32: (TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True), TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    64: (TileConfig(128, 64, 4, 4, 1, swap=True, flatten=True), TileConfig(128, 64, 4, 4, 1, swap=True, flatten=True)),
-    128: (TileConfig(256, 64, 8, 4, tail=64), TileConfig(256, 64, 8, 4, tail=64)),
-}
+VECTOR = ((2, 1024, 4), (8, 512, 4))
+SPECIALISED = TileConfig(cols=256, depth=64, warps=8, stages=4, specialised=True)
+
+# By mean pairs per slot, up to: block rows, gate_up, down.  Measured with scripts/bench_moe.py on one H200.
+STREAM = TileConfig(128, 128, 4, 4, swap=True, flatten=True)
+BY_MEAN = (
+    (12, 16, STREAM, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
+    (24, 32, STREAM, TileConfig(128, 64, 4, 3, 3, swap=True)),
+    (48, 64, TileConfig(256, 64, 8, 4, flatten=True), TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
+    (512, 128, TileConfig(256, 64, 8, 4, tail=64), TileConfig(128, 64, 4, 3, 2, flatten=True)),
+    (1 << 62, 128, TileConfig(256, 64, 8, 4, group=16), TileConfig(256, 64, 8, 3, flatten=True)),
+)
 
 
-def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
+def choose(rows_RD: torch.Tensor, pairs: int, weights, act: str = "silu", deterministic: bool = False) -> Choice:
     """Tiles for ``pairs`` (row, choice) pairs over the slots of ``weights`` (an upper bound will do)."""
     slots = weights.down.shape[0]
     plain = rows_RD.dtype == torch.float32 or not takes_descriptors(weights, rows_RD.device)
@@ -45,6 +50,8 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
         # One tile whatever the batch: a row's bits are then the same in any company.
         config = PLAIN if plain else PINNED
         return Choice(PINNED_ROWS, config, config)
-    rows = block_rows(pairs, slots)
-    gate_up, down = (PLAIN, PLAIN) if plain else BY_ROWS[rows]
-    return Choice(min(rows, 64) if plain else rows, gate_up, down, VECTOR if rows_RD.shape[0] == 1 else None)
+    vector = VECTOR if rows_RD.shape[0] == 1 else None
+    if plain:
+        return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
+    _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    return Choice(rows, gate_up, down, vector)
