@@ -81,7 +81,11 @@ def _row(solution: Solution, problem: Problem, traces: tuple[Trace, Trace], boun
 
 
 def _with_homes(problem: Problem, traces: tuple[Trace, Trace]) -> Row:
-    """Unseen requests get the home that a probe of their first tokens suggests, as they would at run time."""
+    """Unseen requests get the home that a probe of their first tokens suggests, as they would at run time.
+
+    The objective is what homes are chosen for, dispatch rows, also where other methods are given another.
+    """
+    problem = replace(problem, objective=OBJECTIVES["dispatch_rows"])
     solution, train_homes, affinity = place_with_homes(problem, probe=PROBE)
     held_homes = choose_homes(affinity, traces[1], "probe", PROBE)
     costs = [judge(solution, problem, trace, homes) for trace, homes in zip(traces, (train_homes, held_homes))]

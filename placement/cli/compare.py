@@ -81,15 +81,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(rows: list[Row], problem: Problem, held: int, bounds: dict[str, float]) -> None:
-    table = []
+    table, name = [], problem.objective.name
     for row in rows:
         solution, figures = row.solution, row.to_dict()["held_out"]
         gap = None if solution.gap is None else f"{solution.gap:.1%}"
+        value = solution.objective if solution.objective_name == name else None  # homes: its own objective
         table.append(
-            [solution.method, *(figures[name] for name in FIGURES), solution.objective, solution.bound, gap]
+            [solution.method, *(figures[figure] for figure in FIGURES), value, solution.bound, gap]
             + [solution.status, f"{solution.seconds:.2f}"]
         )
-    name = rows[0].solution.objective_name
     columns = ("method", "tail", "worst layer", "locality", "fan-out", "dispatch", "combine")
     columns += (f"train {name}", "bound", "gap", "status", "seconds")
     tokens = f"{problem.train.num_tokens:,} tokens to solve, {held:,} to judge"

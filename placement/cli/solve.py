@@ -17,7 +17,9 @@ from placement.errors import UserError
 from placement.home_rules import choose_homes
 from placement.homes import Affinity, fit_affinity
 from placement.plan import Plan
+from placement.profile import Profile
 from placement.solution import Problem, Solution, make_problem
+from placement.topology import Topology
 from placement.trace import Trace, join
 
 HELP = "decide which GPU holds which expert"
@@ -77,7 +79,8 @@ def add_solver_arguments(parser: argparse.ArgumentParser, seconds: float = 10.0)
         "--objective",
         choices=sorted(methods.OBJECTIVES),
         metavar="NAME",
-        help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, fan-out - 4 locality; compute_tail for loads)",
+        help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, which is fan_out - 6 locality;"
+        " dispatch_rows for method homes; compute_tail for loads)",
     )
     caps = group.add_mutually_exclusive_group()
     caps.add_argument(
@@ -115,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
         train, held = loads[0] if len(loads) == 1 else _no_mix(args), None
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
-    problem = problem_of(args, train, topology, old_plan=_old_plan(args, train))
+    usual = "dispatch_rows" if method.places_homes else methods.MIXED.name
+    problem = problem_of(args, train, topology, usual, old_plan=_old_plan(args, train))
     found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
     if args.output:
         found = _save(found, args)
@@ -149,13 +153,15 @@ def solve_method(method: methods.Method, problem: Problem, args: argparse.Namesp
     return Found(solution)
 
 
-def problem_of(args: argparse.Namespace, train, topology, **extra) -> Problem:
-    """The problem that the arguments describe; ``train`` is a list of traces or a profile of loads."""
+def problem_of(
+    args: argparse.Namespace, train: list[Trace] | Profile, topology: Topology, usual: str = methods.MIXED.name, **extra
+) -> Problem:
+    """The problem that the arguments describe; ``usual``: the objective where none is given and tokens are known."""
     loads_only = not isinstance(train, list)
     problem = make_problem(
         train,
         topology,
-        objective=methods.OBJECTIVES[args.objective or ("compute_tail" if loads_only else methods.MIXED.name)],
+        objective=methods.OBJECTIVES[args.objective or ("compute_tail" if loads_only else usual)],
         slots=args.slots,
         redundant=args.redundant,
         cap=args.unseen_cap if args.cap is False else args.cap,
