@@ -9,13 +9,27 @@ threshold, the rest dealt to the hottest experts that the threshold left whole. 
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from placement.eplb import eplb_node
 from placement.greedy import swap_pairs
+from placement.plan import make_plan
+from placement.solution import Problem, Solution, finish
 
+SMALL = 32  # slots of a layer up to which every start is tried
 CANDIDATES = 8  # experts that may give a copy, and that may take one, in each step
 POWER = 16
+
+
+def solve_balance(problem: Problem) -> Solution:
+    """The evenest load that is found, layer by layer."""
+    started = time.perf_counter()
+    speed_W, slots_W = problem.topology.speed_W, problem.slots_W
+    effort = {} if int(slots_W.sum()) <= SMALL else {"steps": 2, "starts": 0}  # packing is dear
+    slots = [balance_layer(load_E, slots_W, speed_W, **effort) for load_E in problem.profile.load_LE]
+    return finish(problem, make_plan(problem.shape, problem.ranks, slots), "balance", started)
 
 
 def balance_layer(
