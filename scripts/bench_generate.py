@@ -4,9 +4,9 @@
     python scripts/bench_generate.py --model FOLDER
     python scripts/bench_generate.py --random-300m --json docs/results/generate.json
 
-Three runs, each in fresh processes, the clock started when weights are loaded and one short request has been served:
+Four runs, each in fresh processes, the clock started when weights are loaded and one short request has been served:
 
-* epmoe: W gloo ranks, one thread each;
+* epmoe: W gloo ranks, one thread each, and once more in deterministic mode;
 * transformers EP: W gloo processes, one thread each, DistributedConfig(tp_size=W, ep_size=W);
 * transformers: one process with W threads.
 
@@ -69,7 +69,8 @@ def main() -> int:
         try:
             model = random_model(Path(folder), args.seed) if args.random_300m else args.model
             work = Workload(model, random_prompts(model, args.requests, args.seed), args.new_tokens, args.ranks)
-            runs = [run_epmoe(work), run_peer(work, Path(folder), args.ranks), run_peer(work, Path(folder), 1)]
+            runs = [run_epmoe(work), run_epmoe(work, deterministic=True)]
+            runs += [run_peer(work, Path(folder), args.ranks), run_peer(work, Path(folder), 1)]
         except UserError as error:
             print(f"bench_generate: {error}", file=sys.stderr)
             return 2
@@ -86,13 +87,15 @@ def show(name: str, work: Workload, runs: list[Run], json_file: str | None) -> i
     if differing:
         print(f"tokens differ in requests {sorted(set(differing))[:8]}: no ratio is printed", file=sys.stderr)
         return 1
-    best = max(runs[1:], key=lambda run: run.tokens_per_s)
-    ratio = runs[0].tokens_per_s / best.tokens_per_s
+    best = max(runs[2:], key=lambda run: run.tokens_per_s)
+    ratio, cost = runs[0].tokens_per_s / best.tokens_per_s, runs[1].seconds / runs[0].seconds
     print(f"  tokens agree; epmoe is {ratio:.2f}x the better transformers figure ({best.name})")
+    print(f"  deterministic mode takes {cost:.2f}x the time of the ordinary one")
     if json_file:
         rows = [{key: value for key, value in asdict(run).items() if key != "token_ids"} for run in runs]
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        record = {"model": name, "date": str(date.today()), "machine": machine, "ratio": ratio, "runs": rows}
+        record = {"model": name, "date": str(date.today()), "machine": machine, "ratio": ratio, "deterministic_cost": cost}
+        record["runs"] = rows
         Path(json_file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -127,12 +130,13 @@ def random_prompts(model: str, count: int, seed: int) -> list[list[int]]:
     return [rng.integers(1, vocabulary, int(n)).tolist() for n in rng.integers(32, 257, count)]
 
 
-def run_epmoe(work: Workload) -> Run:
+def run_epmoe(work: Workload, deterministic: bool = False) -> Run:
     from epmoe.config import EngineConfig
     from launch.session import Session, spawned
 
     params = {"temperature": 0.0, "max_tokens": work.new_tokens, "ignore_eos": True}
-    engine = EngineConfig(work.model, ranks=work.ranks, threads=1, max_batch_tokens=512, max_model_len=512)
+    sizes = {"max_batch_tokens": 512, "max_model_len": 512}
+    engine = EngineConfig(work.model, ranks=work.ranks, threads=1, deterministic=deterministic, **sizes)
     with Session(spawned(work.ranks), engine, print) as session:
         session.wait_ready()
         collect(session, [session.add(work.prompts[0][:8], {**params, "max_tokens": 2})])
@@ -143,7 +147,8 @@ def run_epmoe(work: Workload) -> Run:
         stats = session.stop()
     spent = [1e6 * (s["seconds_in_steps"] - s["model_seconds"]) / s["forwards"] for s in stats.values()]
     note = f"scheduling and agreement {max(spent):.0f} us a step"
-    return Run(f"epmoe, {work.ranks} ranks", seconds, rate(work, seconds), [tokens[i] for i in ids], note)
+    name = f"epmoe, {work.ranks} ranks" + ", deterministic" * deterministic
+    return Run(name, seconds, rate(work, seconds), [tokens[i] for i in ids], note)
 
 
 def collect(session, ids: list[int]) -> dict[int, list[int]]:
