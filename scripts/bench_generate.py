@@ -94,7 +94,8 @@ def show(name: str, work: Workload, runs: list[Run], json_file: str | None) -> i
     if json_file:
         rows = [{key: value for key, value in asdict(run).items() if key != "token_ids"} for run in runs]
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-        record = {"model": name, "date": str(date.today()), "machine": machine, "ratio": ratio, "deterministic_cost": cost}
+        record = {"model": name, "date": str(date.today()), "machine": machine, "ratio": ratio}
+        record["deterministic_cost"] = cost
         record["runs"] = rows
         Path(json_file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
