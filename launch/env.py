@@ -27,6 +27,7 @@ class Torchrun:
     master_port: int
     restart: int
     agent_store: bool  # torchrun itself keeps the store at the master address
+    error_file: str  # where torchrun looks for the error of this rank; empty outside its agent
     log_dir: str  # this rank's own folder, which torchrun makes
 
 
@@ -47,6 +48,7 @@ def read_torchrun() -> Torchrun | None:
         master_port=port,
         restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         log_dir=str(Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "./error.json")).parent),
     )
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 
@@ -24,8 +23,6 @@ def main() -> None:
 
 def be_rank(about: dict, engine: str) -> None:
     """Run a worker to its end; ``about`` holds the fields of ``RankInfo``, ``engine`` is an engine config's JSON."""
-    # torch 2.13 renames collectives that the oldest torch supported here has under the old name only
-    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     from epmoe.config import EngineConfig, RankInfo
     from epmoe.engine import worker
 

@@ -51,6 +51,7 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
         "requests_addr": word["requests"],
         "outputs_addr": word["outputs"],
         "run_dir": run_dir,
+        "error_file": torchrun.error_file,
         "local_world": torchrun.local_world,
     }
     if front is not None:

@@ -140,3 +140,27 @@ def test_killed_at_any_time(start, model, seed, torchrun):
     if not torchrun:
         assert last_line(run).startswith(f"epmoe: rank {victim} failed: was killed by SIGKILL")
     assert run.wait_gone() == []
+
+
+def test_a_stalled_rank_ends_the_run(start, model):
+    """A stopped process answers nobody: its peers notice, and say where they wait."""
+    run = start(model, "--stall-seconds", "3")
+    run.wait_generating()
+    run.ranks()[1].send_signal(signal.SIGSTOP)
+    assert run.end(GONE_S + 3) == 1
+    assert last_line(run).startswith("epmoe: rank 0 failed: step ")
+    assert "Stalled: no progress for 3 s" in last_line(run)
+    assert run.leftovers() == []
+
+
+def test_torchrun_reads_the_error_of_a_rank(tmp_path):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from epmoe.config import RankInfo
+    from epmoe.engine.worker import write_error
+
+    file = tmp_path / "error.json"
+    write_error(RankInfo(3, 4, 3, "", "", "", str(tmp_path), error_file=str(file)), None, ValueError("broken"))
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message == "rank 3: step 0, start: ValueError: broken"
+    assert failure.timestamp_isoformat() != "<N/A>"

@@ -124,3 +124,8 @@ def write_error(info: RankInfo, comm: Comm | None, error: BaseException) -> None
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record), encoding="utf-8")
     partial.rename(path)
+    if info.error_file:  # in the form of torch.distributed.elastic's error handler
+        message = f"rank {info.rank}: step {record['step']}, {record['stage']}: {record['kind']}: {error}"
+        extra = {"py_callstack": record["traceback"], "timestamp": str(int(record["time"]))}
+        report = {"message": {"message": message, "extraInfo": extra}}
+        Path(info.error_file).write_text(json.dumps(report), encoding="utf-8")
