@@ -162,5 +162,5 @@ def test_torchrun_reads_the_error_of_a_rank(tmp_path):
     file = tmp_path / "error.json"
     write_error(RankInfo(3, 4, 3, "", "", "", str(tmp_path), error_file=str(file)), None, ValueError("broken"))
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
-    assert failure.message == "rank 3: step 0, start: ValueError: broken"
+    assert failure.message["message"] == "rank 3: step 0, start: ValueError: broken"
     assert failure.timestamp_isoformat() != "<N/A>"
