@@ -115,7 +115,9 @@ def term_bounds(problem: Problem, seconds: float) -> dict[str, float]:
 def sum_bound(problem: Problem, bounds: dict[str, float]) -> float | None:
     """A bound on the objective: no plan's weighted sum is better than the best of each term."""
     terms = problem.objective.terms or ((problem.objective.name, 1.0),)
-    return sum(weight * bounds[name] for name, weight in terms) if all(name in bounds for name, _ in terms) else None
+    if any(name not in bounds for name, _ in terms):
+        return None
+    return problem.objective.value(bounds)
 
 
 def with_bound(solution: Solution, problem: Problem, bound: float | None) -> Solution:

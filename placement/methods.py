@@ -14,8 +14,8 @@ from placement.errors import UserError
 from placement.solution import Objective, Problem, Solution
 from placement.trace import Trace
 
-# Ranks a token reaches in a layer, less the share that stays on one from layer to layer: a sixth is worth a rank.
-MIXED = Objective("mixed", terms=(("fan_out", 1.0), ("locality", -6.0)))
+# fan_out + 5 (1 - locality): ranks a token reaches in a layer, and the share of its pairs that change rank on the way.
+MIXED = Objective("mixed", terms=(("fan_out", 1.0), ("locality", -5.0)), offset=5.0)
 OBJECTIVES = {**solution.OBJECTIVES, MIXED.name: MIXED}
 
 

@@ -20,14 +20,15 @@ Progress = Callable[[float, float, "float | None"], None]  # (seconds, best obje
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of figures of :class:`placement.cost.Costs`; ``maximise`` says which way is better."""
+    """``offset`` plus a weighted sum of figures of :class:`placement.cost.Costs`; ``maximise``: more is better."""
 
     name: str
     maximise: bool = False
     terms: tuple[tuple[str, float], ...] = ()  # (figure, weight); empty means the figure of this name
+    offset: float = 0.0  # keeps the value away from 0, where a relative gap means nothing
 
     def value(self, figures: dict[str, float]) -> float:
-        return sum(weight * figures[name] for name, weight in self.terms or ((self.name, 1.0),))
+        return self.offset + sum(weight * figures[name] for name, weight in self.terms or ((self.name, 1.0),))
 
     def better(self, a: float, b: float) -> bool:
         return a > b if self.maximise else a < b

@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     inputs.add_trace_arguments(parser)
     inputs.add_machine_arguments(parser)
     inputs.add_slot_arguments(parser)
-    add_solver_arguments(parser, seconds=12.0)
+    add_solver_arguments(parser, seconds=20.0)
     parser.add_argument("--method", nargs="+", metavar="NAME", help="only these (default: all that apply)")
     parser.add_argument("--worst", action="store_true", help="method domains: the worst domain counts, not the mean")
     parser.add_argument("--holdout", type=inputs.share, default=0.5, help="share of sequences judged on (default 0.5)")

@@ -79,17 +79,17 @@ def add_solver_arguments(parser: argparse.ArgumentParser, seconds: float = 10.0)
         "--objective",
         choices=sorted(methods.OBJECTIVES),
         metavar="NAME",
-        help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, which is fan_out - 6 locality;"
+        help=f"one of {', '.join(methods.OBJECTIVES)} (default: mixed, which is fan_out + 5 (1 - locality);"
         " dispatch_rows for method homes; compute_tail for loads)",
     )
     caps = group.add_mutually_exclusive_group()
     caps.add_argument(
         "--unseen-cap",
         type=cap,
-        default=1.1,
+        default=1.085,
         metavar="X",
-        help="most load of a GPU over the mean on unseen tokens; resampling says what cap on the training tokens that"
-        " needs (default 1.1)",
+        help="most load of a GPU over the mean that unseen tokens keep on average; resampling says what cap on the"
+        " training tokens that needs (default 1.085)",
     )
     caps.add_argument("--cap", type=cap, default=False, metavar="X", help="the cap on training tokens itself, or none")
     group.add_argument(
@@ -175,7 +175,7 @@ def problem_of(
     if args.cap is not False or problem.cap is None or loads_only:
         return problem
     lowered = cap_for_unseen(problem)
-    note(f"load cap {lowered:.4f} on training tokens, so that unseen ones keep {problem.cap:g} (or set it by --cap)")
+    note(f"load cap {lowered:.4f} on training tokens, for {problem.cap:g} on unseen ones (or set it by --cap)")
     return replace(problem, cap=lowered)
 
 
