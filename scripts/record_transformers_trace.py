@@ -60,7 +60,8 @@ class Recorder:
 
     def _listen(self, layer: int, module: torch.nn.Module) -> None:
         def before_experts(_, args, kwargs):
-            ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.is_floating_point())
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            ids = next(x for x in tensors if not x.is_floating_point())
             self._ids[layer] = ids.reshape(-1, ids.shape[-1]).cpu().numpy()
 
         def after_scores(router, _, output):  # a router that only weighs its experts: the others have weight 0
@@ -171,7 +172,8 @@ def main() -> int:
     except (UserError, OSError) as error:
         print(f"record_transformers_trace: {error}", file=sys.stderr)
         return 2
-    print(f"{args.output}: {trace.num_tokens} tokens in {len(trace.seq_lens)} sequences, {trace.shape.num_layers} layers")
+    sequences_layers = f"{len(trace.seq_lens)} sequences, {trace.shape.num_layers} layers"
+    print(f"{args.output}: {trace.num_tokens} tokens in {sequences_layers}")
     return 0
 
 
