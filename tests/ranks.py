@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ class RankPool:
     """W processes in one gloo group."""
 
     def __init__(self, world: int, threads: int = 1) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads of many ranks would spin the cores full
         self.world = world
         self.broken = False  # after a failure some ranks may still wait in a collective
         self._folder = tempfile.TemporaryDirectory()
