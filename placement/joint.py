@@ -208,7 +208,8 @@ def _settle(team: Team, rank_LS: list[np.ndarray], pace: Pace) -> None:
 def _note(problem: Problem, team: Team, rank_LS: list[np.ndarray], pace: Pace, history: History) -> None:
     counts = max(1, len(team.chain.layers[0].item_TK)) * len(rank_LS)
     value = team.cost(rank_LS) / counts
-    history.append((time.perf_counter() - pace.started, -value if problem.objective.maximise else value, None))
+    value = problem.objective.offset + (-value if problem.objective.maximise else value)
+    history.append((time.perf_counter() - pace.started, value, None))
     if problem.progress:
         problem.progress(*history[-1])
 

@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     inputs.add_trace_arguments(parser)
     inputs.add_machine_arguments(parser)
     inputs.add_slot_arguments(parser)
-    add_solver_arguments(parser, seconds=20.0)
+    add_solver_arguments(parser, seconds=15.0)
     parser.add_argument("--method", nargs="+", metavar="NAME", help="only these (default: all that apply)")
     parser.add_argument("--worst", action="store_true", help="method domains: the worst domain counts, not the mean")
     parser.add_argument("--holdout", type=inputs.share, default=0.5, help="share of sequences judged on (default 0.5)")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     bounds = term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4))
     bound = sum_bound(problem, bounds)
     for method in (methods.for_domains(each, train, args.worst) for each in chosen):
-        with progress_line(method.name, bound) as show:
+        with progress_line(method.name, None if method.places_homes else bound) as show:
             rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
     if not rows:
         raise UserError("no method could solve this; the notes say why")
