@@ -182,7 +182,7 @@ def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, 
                 "gate_up": [partial(gate_up_triton, x_TD, index, weights, config, "silu")],
                 "down": [partial(down_triton, act, index, weights, config)],
             },
-            1 if tokens > 2048 else 2, copies,
+            1, copies,
         )
         log.append({"rows": rows, "config": asdict(config), **us})
         for kernel in ("gate_up", "down"):

@@ -51,7 +51,7 @@ def _locate(tile, n_tiles, schedule, ROWS: gl.constexpr, GROUP: gl.constexpr):
 def _fetch(a, w_desc, row_ptr, a_bufs, w_bufs, full, empty, schedule, sizes, GATE: gl.constexpr, GROUP: gl.constexpr):
     """The producer: weights by TMA; activated rows by TMA too, but hidden rows (GATE) are gathered by ``cp.async``.
 
-    A gathering thread copies 16 bytes of every 16th row; rows beyond the slot's pairs repeat row 0.
+    A gathering thread copies 16 bytes of every 16th row; rows beyond the slot's pairs are zeros.
     """
     ROWS: gl.constexpr = a_bufs.shape[1]
     DEPTH: gl.constexpr = a_bufs.shape[2]
@@ -67,6 +67,7 @@ def _fetch(a, w_desc, row_ptr, a_bufs, w_bufs, full, empty, schedule, sizes, GAT
         if GATE:
             row = gl.load(row_ptr + first + i, mask=first + i < stop, other=0)
             ptrs = a + row.to(gl.int64)[:, None] * width + k[None, :]
+            live = (first + i < stop)[:, None]
         for at in range(0, width, DEPTH):
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
@@ -77,7 +78,7 @@ def _fetch(a, w_desc, row_ptr, a_bufs, w_bufs, full, empty, schedule, sizes, GAT
                 tma_load(a, [first, at], full.index(s), a_bufs.index(s))
             tma_load(w_desc, [slot * slot_rows + n * COLS, at], full.index(s), w_bufs.index(s))
             if GATE:
-                gather_load(a_bufs.index(s), ptrs)
+                gather_load(a_bufs.index(s), ptrs, mask=live)
                 async_copy.mbarrier_arrive(full.index(s), increment_count=False)
                 ptrs += DEPTH
             step += 1

@@ -126,11 +126,13 @@ def _gate_up_tile(
     feature = n * FEATURES + tl.arange(0, FEATURES)
     if TMA:
         acc = _zeros(ROWS, COLS, SWAP)
+        # Rows beyond the slot's pairs are zeros: they cost no traffic, and multiplying zeros costs less power.
+        live = (pair < stop)[:, None]
         for at in range(0, D, DEPTH):
             if EVEN:
-                rows = tl.load(x_ptrs)
+                rows = tl.load(x_ptrs, mask=live, other=0.0)
             else:
-                rows = tl.load(x_ptrs, mask=(at + k < D)[None, :], other=0.0)
+                rows = tl.load(x_ptrs, mask=live & (at + k < D)[None, :], other=0.0)
             acc = _mma(rows, weight.load([slot * 2 * F + n * COLS, at]), acc, SWAP, PRECISION)
             x_ptrs += DEPTH
         gate, up = _split(acc, ROWS, COLS, SWAP)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
+from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors, takes_specialised
 from epmoe.ops.moe_index import block_rows
 
 PINNED_ROWS = 64
@@ -33,12 +33,16 @@ SPECIALISED = TileConfig(cols=256, depth=64, warps=8, stages=4, specialised=True
 
 # By mean pairs per slot, up to: block rows, gate_up, down.  Measured with scripts/bench_moe.py on one H200.
 STREAM = TileConfig(128, 128, 4, 4, swap=True, flatten=True)
+WIDE = TileConfig(256, 64, 8, 4, group=16)
+WIDE_FLAT = TileConfig(256, 64, 8, 3, flatten=True)
+WIDE_TAIL = TileConfig(256, 64, 8, 4, tail=64)
 BY_MEAN = (
     (12, 16, STREAM, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
-    (24, 32, STREAM, TileConfig(128, 64, 4, 3, 3, swap=True)),
-    (48, 64, TileConfig(256, 64, 8, 4, flatten=True), TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (512, 128, TileConfig(256, 64, 8, 4, tail=64), TileConfig(128, 64, 4, 3, 2, flatten=True)),
-    (1 << 62, 128, TileConfig(256, 64, 8, 4, group=16), TileConfig(256, 64, 8, 3, flatten=True)),
+    (24, 32, STREAM, STREAM),
+    (200, 128, WIDE_TAIL, SPECIALISED),
+    (600, 128, SPECIALISED, SPECIALISED),
+    (1200, 128, WIDE, SPECIALISED),
+    (1 << 62, 128, WIDE, WIDE_FLAT),
 )
 
 
@@ -54,4 +58,6 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, act: str = "silu", determ
     if plain:
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    if not takes_specialised(weights, rows_RD.device, act):
+        gate_up, down = (WIDE_FLAT if config.specialised else config for config in (gate_up, down))
     return Choice(rows, gate_up, down, vector)

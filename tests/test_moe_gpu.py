@@ -1,0 +1,91 @@
+"""The MoE layer's kernels on a GPU: equal to loops and twins, and bitwise batch-invariant in deterministic mode."""
+
+from dataclasses import replace
+
+import moe_cases
+import pytest
+import torch
+
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum
+from epmoe.ops.moe_index import build_index, build_index_triton
+from epmoe.ops.router import route
+from epmoe.ops.tiles import SPECIALISED, Choice
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("left out: no CUDA device")
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", moe_cases.RULES)
+def test_router(name):
+    moe_cases.check_router(route, name, "cuda", torch.float32)
+
+
+def test_index():
+    moe_cases.check_index(build_index, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(dtype):
+    moe_cases.check_experts(expert_mlp, build_index, "cuda", dtype, ((5, 64, 64, 2), (4, 40, 100, 3), (3, 128, 192, 1)))
+
+
+@pytest.mark.parametrize("count", [1, 33, 200])
+def test_warp_specialised_experts(count):
+    """Full tiles, half tiles, and slots without pairs."""
+    choice = Choice(128, SPECIALISED, SPECIALISED)
+    moe_cases.check_experts(
+        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
+        lambda slot, slots: build_index_triton(slot, slots, 128),
+        "cuda",
+        torch.bfloat16,
+        ((3, 128, 192, 2), (2, 256, 64, 1)),
+        (count,),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_sum(dtype):
+    moe_cases.check_sum(weighted_sum, "cuda", dtype)
+
+
+def test_sum_of_one_row_is_fused():
+    weights, plain = moe_cases.make_experts(6, 128, 192, torch.bfloat16, "cuda")
+    x_1D, slot_1K = torch.randn(1, 128).bfloat16(), moe_cases.slots_of("mixed", 1, 4, 6)
+    mix_1K = torch.rand(1, 4)
+    index = build_index(slot_1K.cuda(), 6)
+    got = expert_sum(x_1D.cuda(), index, weights, mix_1K.cuda())
+    want = (moe_cases.loop_experts(x_1D, slot_1K, plain) * mix_1K[..., None]).sum(1)
+    assert moe_cases.relative(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_rows_do_not_depend_on_the_batch(dtype):
+    weights, _ = moe_cases.make_experts(6, 256, 192, dtype, "cuda")
+    x_RD, slot_RK = torch.randn(300, 256).to("cuda", dtype), moe_cases.slots_of("mixed", 300, 3, 6).cuda()
+    options = ExpertOptions(deterministic=True)
+
+    def outputs(rows):
+        index = build_index(slot_RK[rows].contiguous(), 6)
+        out_MD = expert_mlp(x_RD[rows].contiguous(), index, weights, options)
+        return weighted_sum(out_MD, index.pos_RK)
+
+    whole = outputs(slice(0, 300))
+    for rows in (slice(7, 8), slice(100, 117), slice(250, 300)):
+        assert torch.equal(outputs(rows), whole[rows])
+
+
+def test_num_sms_changes_nothing():
+    weights, _ = moe_cases.make_experts(6, 256, 192, torch.bfloat16, "cuda")
+    x_RD = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16)
+    index = build_index(moe_cases.slots_of("mixed", 100, 3, 6).cuda(), 6)
+    pairs = int(index.offset_L1[-1])
+    whole = expert_mlp(x_RD, index, weights)[:pairs]
+    assert torch.equal(expert_mlp(x_RD, index, weights, replace(ExpertOptions(), num_sms=5))[:pairs], whole)
