@@ -188,6 +188,8 @@ def _history_panel(axis, report: Report, solution: dict | None) -> None:
     known = [(s, b) for s, b in zip(seconds, bound) if b is not None]
     if known:
         axis.plot(*zip(*known), drawstyle="steps-post", marker=".", label="bound", color="tab:red")
+    elif solution.get("bound") is not None:
+        axis.axhline(solution["bound"], label="bound", color="tab:red")
     axis.set_title(f"{solution['objective_name']} over time ({solution['method']}, {solution['status']})")
     axis.set_xlabel("seconds")
     axis.legend()
