@@ -122,11 +122,12 @@ def test_deterministic_mode_is_bitwise_in_every_family(rank_pool, checkpoints, f
     require_bitwise(rank_pool, checkpoints[family], torch.float32, 1, brief=True)
 
 
+@pytest.mark.parametrize("brief", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["some ways", "every way"])
 @pytest.mark.parametrize("combine", ["exact", "reduce"])
-def test_ordinary_mode_agrees_to_rounding(rank_pool, shared_dir, combine):
+def test_ordinary_mode_agrees_to_rounding(rank_pool, shared_dir, combine, brief):
     folder = shared_dir / "models" / "small32x4"
     yardstick = alone(rank_pool(1), folder, script(), combine=combine)
-    for name, some in ways(rank_pool, folder, script(), 1, brief=combine == "reduce", combine=combine):
+    for name, some in ways(rank_pool, folder, script(), 1, brief=brief, combine=combine):
         assert some.tokens == yardstick.tokens, name
         error = difference(some, yardstick)
         assert error <= 1e-6, f"{name}: largest difference {error:.1e} of the largest logit"
