@@ -48,7 +48,7 @@ class Case:
 
 CASES = {
     "dsv2lite-8": Case(DSV2, 8, 0, 32, 1.035),
-    "dsv2lite-8-redundant": Case(DSV2, 8, 1, 32, 1.04),
+    "dsv2lite-8-redundant": Case(DSV2, 8, 1, 32, 1.03),
     "small-4": Case(SMALL, 4, 0, 64, 1.05),
     "small-8": Case(SMALL, 8, 0, 64, 1.05),
 }
