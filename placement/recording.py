@@ -122,6 +122,8 @@ def cut_sequences(tokens: int, length: int | None) -> list[int]:
 
 
 def read_text(path: Path) -> str:
+    if path.is_char_device():  # /dev/zero has no end
+        raise UserError(f"cannot read {path}: it is a device; give a text file")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

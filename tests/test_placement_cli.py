@@ -125,6 +125,25 @@ def test_methods_resolve(name):
     assert callable(methods.find(name).load()) and methods.find(name).summary
 
 
+def test_homes_write_an_affinity_file_that_report_uses(run, tmp_path):
+    out = ok(run(f"solve --trace t.npz --gpus 4 --method homes --seconds 1 --cut 15 -o {tmp_path}/p.json"))
+    assert "homes probe:32" in out and (tmp_path / "p.affinity.npz").exists()
+    assert Plan.load(tmp_path / "p.json").affinity == "p.affinity.npz"
+    figures = {}
+    for rule in ("probe:32", "round-robin"):
+        ok(run(f"report --plan {tmp_path}/p.json --trace u.npz --cut 15 --homes {rule} --json {tmp_path}/r.json"))
+        figures[rule] = json.loads((tmp_path / "r.json").read_text())["after"]["dispatch_rows"]
+    assert figures["probe:32"] < figures["round-robin"]
+
+
+def test_domains_and_old_plans(run, tmp_path):
+    ok(run(f"solve --trace t.npz u.npz --gpus 4 --method domains --worst --seconds 0.5 -o {tmp_path}/p.json"))
+    line = f"solve --trace t.npz --gpus 4 --seconds 0.5 --old-plan {tmp_path}/p.json --max-moves 6"
+    ok(run(f"{line} -o {tmp_path}/q.json"))
+    old, new = (Plan.load(tmp_path / name).copy_slot_LEW >= 0 for name in ("p.json", "q.json"))
+    assert (new & ~old).sum() <= 6
+
+
 # -- report, inspect, simulate, convert, validate -------------------------------------------------------------------
 
 
@@ -253,8 +272,9 @@ MISTAKES = [
     ("solve --trace t.npz --gpus 4 --speed 1,2", "speed"),
     ("solve --trace t.npz --gpus 4 --speed 1,2,x,4", "no list of numbers"),
     ("solve --trace t.npz --gpus 4 --method linear --max-moves 3", "--old-plan"),
-    ("solve --trace t.npz --gpus 4 --method linear --old-plan bad.json", "bad.json"),
-    ("solve --trace t.npz --gpus 8 --method linear --old-plan linear.json", "4"),
+    ("solve --trace t.npz --gpus 4 --old-plan bad.json", "bad.json"),
+    ("solve --trace t.npz --gpus 4 --method lpt --old-plan linear.json", "starts anew"),
+    ("solve --trace t.npz --gpus 8 --old-plan linear.json", "4"),
     ("solve --trace t.npz --gpus 4 --method linear -o folder", "it is a folder"),
     ("solve --trace t.npz --gpus 4 --method linear -o nowhere/p.json", "no folder nowhere"),
     ("solve --trace load.csv --gpus 4 --method lpt", "--top-k"),
@@ -275,6 +295,9 @@ MISTAKES = [
     ("report --plan linear.json --trace t.npz --solution linear.json", "no solution"),
     ("simulate --trace t.npz --plan linear", "--gpus"),
     ("simulate --trace t.npz --plan linear.json --homes topology.json", "homes"),
+    ("simulate --trace t.npz --plan linear.json --homes probe:x", "prompt:N or probe:N"),
+    ("report --plan linear.json --trace t.npz --homes probe:8", "has no affinity file"),
+    ("validate /dev/zero", "device"),
     ("convert none.json --to vllm -o x.json", "none.json"),
     ("convert linear.json --to trace -o x.npz", "no known recording"),
     ("convert linear.json --to sglang --model-layers 2 -o x.json", "model-layers"),

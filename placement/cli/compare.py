@@ -8,7 +8,7 @@ from dataclasses import replace
 from placement import methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
-from placement.cli.solve import add_solver_arguments, problem_of
+from placement.cli.solve import add_solver_arguments, for_unseen, problem_of
 from placement.compare import FIGURES, Row, compare, sum_bound, term_bounds
 from placement.errors import UserError
 from placement.report import plot_frontier
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("compare judges on tokens that no method has seen; give --holdout above 0")
     topology = inputs.load_topology(args)
     train, held = inputs.split_all(inputs.load_traces(args), args.holdout)
-    problem = problem_of(args, train, topology)
+    problem = for_unseen(problem_of(args, train, topology), args)
     held_out = join(held, "held-out")
     rows: list[Row] = []
 

@@ -238,9 +238,11 @@ def load_homes(rule: str, plan: Plan, plan_path: str, trace: Trace) -> np.ndarra
     if rule == "round-robin":
         return None
     match = re.fullmatch(r"(prompt|probe):(\d{1,9})", rule)
+    if match is None and rule.startswith(("prompt", "probe")):
+        raise UserError(f"--homes {rule}: write prompt:N or probe:N, with the number of tokens that are seen first")
     if match is None:
         return read_homes(rule, len(trace.seq_lens))
     if plan.affinity is None:
-        raise UserError(f"{plan_path} has no affinity file for --homes {rule}; solve it with --homes-from")
+        raise UserError(f"{plan_path} has no affinity file for --homes {rule}; solve it with --probe or method homes")
     affinity = Affinity.load(Path(plan_path).parent / plan.affinity)
     return choose_homes(affinity, trace, match[1], int(match[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from placement.cli import inputs
 from placement.cli.console import note, print_table, require_writable, write_json
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             plan = inputs.load_plan(name, trace, args.gpus)
         topology = inputs.topology_for(plan, args)
         chosen = args.homes
-        if ":" in chosen and plan.affinity is None:
+        if re.fullmatch(r"(prompt|probe):\d+", chosen) and plan.affinity is None:
             note(f"{name} has no affinity file: its requests get round-robin homes")
             chosen = "round-robin"
         homes = inputs.load_homes(chosen, plan, name, trace)

@@ -111,6 +111,8 @@ def cap(text: str) -> float | None:
 def run(args: argparse.Namespace) -> int:
     require_writable(args.output, args.json)
     method = methods.find(args.method)
+    if args.old_plan and method.name != methods.DEFAULT:
+        raise UserError(f"method {method.name} starts anew; --old-plan is for method {methods.DEFAULT}")
     args.probe_given, args.probe = args.probe is not None, args.probe or PROBE
     topology = inputs.load_topology(args)
     loads = inputs.load_loads(args)
@@ -119,7 +121,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
     usual = "dispatch_rows" if method.places_homes else methods.MIXED.name
-    problem = problem_of(args, train, topology, usual, old_plan=_old_plan(args, train))
+    moves = {"old_plan": _old_plan(args, train), "max_moves": args.max_moves, "move_price": args.move_price}
+    problem = problem_of(args, train, topology, usual, **moves)
+    if method.searches:
+        problem = for_unseen(problem, args)
     found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
     if args.output:
         found = _save(found, args)
@@ -158,7 +163,7 @@ def problem_of(
 ) -> Problem:
     """The problem that the arguments describe; ``usual``: the objective where none is given and tokens are known."""
     loads_only = not isinstance(train, list)
-    problem = make_problem(
+    return make_problem(
         train,
         topology,
         objective=methods.OBJECTIVES[args.objective or ("compute_tail" if loads_only else usual)],
@@ -172,7 +177,11 @@ def problem_of(
         calibration=inputs.load_calibration(args),
         **extra,
     )
-    if args.cap is not False or problem.cap is None or loads_only:
+
+
+def for_unseen(problem: Problem, args: argparse.Namespace) -> Problem:
+    """The problem with its cap lowered so that unseen tokens keep it, unless the cap was given for training tokens."""
+    if args.cap is not False or problem.cap is None or problem.train is None:
         return problem
     lowered = cap_for_unseen(problem)
     note(f"load cap {lowered:.4f} on training tokens, for {problem.cap:g} on unseen ones (or set it by --cap)")
