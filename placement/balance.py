@@ -27,7 +27,7 @@ def solve_balance(problem: Problem) -> Solution:
     """The evenest load that is found, layer by layer."""
     started = time.perf_counter()
     speed_W, slots_W = problem.topology.speed_W, problem.slots_W
-    effort = {} if int(slots_W.sum()) <= SMALL else {"steps": 2, "starts": 0}  # packing is dear
+    effort = {} if int(slots_W.sum()) <= SMALL else {"steps": 0}  # packing is dear
     slots = [balance_layer(load_E, slots_W, speed_W, **effort) for load_E in problem.profile.load_LE]
     return finish(problem, make_plan(problem.shape, problem.ranks, slots), "balance", started)
 
@@ -40,7 +40,7 @@ def balance_layer(
     counts = [np.bincount(expert_S, minlength=len(load_E))]
     rank_S = swap_pairs((load_E / counts[0])[expert_S], rank_S, expert_S, speed_W)
     best = (*_times(load_E, counts[0], expert_S, rank_S, speed_W), counts[0], expert_S, rank_S)
-    if slots_W.sum() > len(load_E) and load_E.sum() > 0:
+    if slots_W.sum() > len(load_E) and load_E.sum() > 0 and steps:
         counts += _threshold_counts(load_E, int(slots_W.sum()), len(slots_W), starts)
         for copies_E in counts:
             found = _search(load_E, copies_E, (slots_W, speed_W), steps)

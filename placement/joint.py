@@ -107,7 +107,7 @@ def balanced_plan(problem: Problem) -> Plan:
     """Load alone: copies and their ranks together."""
     speed_W = problem.topology.speed_W
     small = int(problem.slots_W.sum()) <= 32  # packing anew costs little there
-    effort = {} if small else {"steps": 0, "starts": 0}
+    effort = {} if small else {"steps": 0}
     slots = [balance_layer(load_E, problem.slots_W, speed_W, **effort) for load_E in problem.profile.load_LE]
     return make_plan(problem.shape, problem.ranks, slots)
 

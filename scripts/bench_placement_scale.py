@@ -47,7 +47,7 @@ CASES = {
 
 def run(name: str, tokens: int, cap: float, tenfold: bool) -> dict:
     case = CASES[name]
-    router = Router(Recipe(layers=case.layers, experts=case.experts, top_k=8))
+    router = Router(Recipe(layers=case.layers, experts=case.experts, top_k=8, seq_len=64))
     train, held_out = router.trace(tokens, 0), router.trace(tokens, 1)
     problem = make_problem(train, case.gpus, objective=MIXED, slots=case.slots, cap=cap, seconds=case.seconds)
     solution = solve_joint(problem)
