@@ -115,15 +115,16 @@ def _not_aligned(trace: Trace, seed: int) -> list[Finding]:
     if trace.num_tokens < MIN_TOKENS or trace.shape.num_layers < 2:
         return []
     real, shuffled = stats.adjacent_information(trace, seed, limit=16384)
-    loose = np.flatnonzero(real <= 1.2 * shuffled)
-    layers = trace.shape.moe_layers
+    loose, layers = np.flatnonzero(real <= 1.2 * shuffled), trace.shape.moe_layers
+    if not len(loose):
+        return []
+    i, more = loose[0], f" (and {len(loose) - 1} more pairs)" if len(loose) > 1 else ""
     return [
         Finding(
             "warning",
             "not-aligned",
-            f"{trace.source}: layers {layers[i]} and {layers[i + 1]} share {real[i]:.4f} nat of mutual information,"
+            f"{trace.source}: layers {layers[i]} and {layers[i + 1]}{more} share {real[i]:.4f} nat of mutual information,"
             f" shuffled tokens {shuffled[i]:.4f}: their rows look like different tokens (or random routing),"
             " affinity between them is noise",
         )
-        for i in loose
     ]
