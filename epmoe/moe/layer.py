@@ -6,10 +6,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from epmoe.model.weights import DenseMLP, MoEWeights
 from epmoe.moe.exchange import Exchange, Received
+from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.experts import ExpertOptions, expert_mlp
 from epmoe.ops.linear import linear
 from epmoe.ops.router import RouterRule, route
@@ -66,7 +66,7 @@ class MoELayer:
             return None
         out_TD = gated_mlp(x_TD, weights.shared, self.tiled)
         if weights.shared_gate is not None:
-            out_TD = sigmoid(linear(x_TD, weights.shared_gate, tiled=self.tiled), self.tiled) * out_TD
+            out_TD = sigmoid(linear(x_TD, weights.shared_gate, tiled=self.tiled), tiled=self.tiled) * out_TD
         return out_TD
 
     def stages(self, x_TD: torch.Tensor, routing: Routing, lane: int) -> Generator[None, None, torch.Tensor]:
@@ -87,18 +87,4 @@ class MoELayer:
 def gated_mlp(x_TD: torch.Tensor, weights: DenseMLP, tiled: bool) -> torch.Tensor:
     """``down(silu(gate(x)) * up(x))``: a dense layer or the shared experts."""
     gate_TF, up_TF = linear(x_TD, weights.gate_up, tiled=tiled).chunk(2, -1)
-    return linear(silu(gate_TF, tiled) * up_TF, weights.down, tiled=tiled)
-
-
-def silu(x: torch.Tensor, tiled: bool) -> torch.Tensor:
-    return (x.float() / _one_plus_exp_neg(x)).to(x.dtype) if tiled else functional.silu(x)
-
-
-def sigmoid(x: torch.Tensor, tiled: bool) -> torch.Tensor:
-    return (1 / _one_plus_exp_neg(x)).to(x.dtype) if tiled else torch.sigmoid(x)
-
-
-def _one_plus_exp_neg(x: torch.Tensor) -> torch.Tensor:
-    """``1 + exp(-x)`` in float32. torch's own sigmoid and silu round the tail of an array (of each thread's share of
-    it) otherwise than its body on CPU, so a value's bits would depend on its place; exp and arithmetic do not."""
-    return 1 + torch.exp(-x.float())
+    return linear(silu(gate_TF, tiled=tiled) * up_TF, weights.down, tiled=tiled)
