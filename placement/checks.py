@@ -123,7 +123,7 @@ def _not_aligned(trace: Trace, seed: int) -> list[Finding]:
         Finding(
             "warning",
             "not-aligned",
-            f"{trace.source}: layers {layers[i]} and {layers[i + 1]}{more} share {real[i]:.4f} nat of mutual information,"
+            f"{trace.source}: layers {layers[i]} and {layers[i + 1]}{more} share {real[i]:.4f} nat of information,"
             f" shuffled tokens {shuffled[i]:.4f}: their rows look like different tokens (or random routing),"
             " affinity between them is noise",
         )
