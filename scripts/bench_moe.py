@@ -17,7 +17,6 @@ import time
 import traceback
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -26,127 +25,24 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.ops.combine import weighted_sum_triton  # noqa: E402
-from epmoe.ops.experts import ExpertOptions, expert_mlp_triton  # noqa: E402
+from epmoe.ops.down_gemm import down_triton  # noqa: E402
+from epmoe.ops.experts import expert_mlp_triton  # noqa: E402
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up  # noqa: E402
-from epmoe.ops.grouped_gemm import TileConfig, down_triton, gate_up_triton  # noqa: E402
+from epmoe.ops.gate_up_gemm import gate_up_triton  # noqa: E402
 from epmoe.ops.moe_index import block_rows, build_index_triton  # noqa: E402
 from epmoe.ops.router import route_triton  # noqa: E402
-from epmoe.ops.tiles import PINNED, PINNED_ROWS, Choice, choose  # noqa: E402
+from epmoe.ops.tiles import Choice, choose  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
+from scripts.moe_bench_checks import (  # noqa: E402
+    CANDIDATES,
+    LIMIT,
+    VECTORS,
+    check_cases,
+    check_invariance,
+    compile_all,
+)
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
-LIMIT = 1e-2
-CANDIDATES = (
-    (16, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (16, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
-    (16, TileConfig(128, 64, 4, 4, 3, swap=True)),
-    (16, TileConfig(128, 64, 4, 5, 2, swap=True, flatten=True)),
-    (32, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (32, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (32, TileConfig(128, 64, 4, 3, 3, swap=True)),
-    (64, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (64, TileConfig(256, 64, 8, 4, 1, flatten=True)),
-    (128, TileConfig(256, 64, 8, 4, specialised=True)),
-    (128, TileConfig(256, 64, 8, 4, specialised=True, group=16)),
-    (128, TileConfig(256, 64, 8, 4, specialised=True, group=32)),
-    (128, TileConfig(256, 64, 8, 4, 1, tail=64)),
-    (128, TileConfig(256, 64, 8, 3, 1, flatten=True)),
-    (128, TileConfig(256, 64, 8, 4, 1, group=16)),
-    (128, TileConfig(128, 64, 4, 3, 2, tail=64)),
-    (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
-    (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),
-)
-VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (2, 1024, 2), (4, 2048, 8))
-
-
-HUNG = []
-
-
-def compile_one(task: tuple) -> str:
-    """Compile one kernel into Triton's cache, in a process of its own, by running it on a tiny problem."""
-    kind, what = task
-    shape = what if kind == "small" else lib.Shape("tiny", 16, 2, 1024, 256)
-    weights = lib.Weights(
-        torch.zeros(16, 512, 1024, device="cuda", dtype=torch.bfloat16),
-        torch.zeros(16, 1024, 256, device="cuda", dtype=torch.bfloat16),
-    )
-    try:
-        tokens = 1 if kind == "vector" else 8
-        x_TD, logits_TE = lib.make_inputs(shape, tokens, "uniform")
-        if kind == "small":
-            for tokens in (1, 512, 16384):
-                logits_TE = torch.zeros(tokens, shape.experts, device="cuda")
-                weight_TK, expert_TK = route_triton(logits_TE, lib.RULE, shape.top_k)
-                index = build_index_triton(expert_TK, shape.experts)
-                weighted_sum_triton(x_TD, index.pos_RK * 0, weight_TK)
-            return ""
-        expert_TK = torch.zeros(tokens, 2, device="cuda", dtype=torch.int32)
-        rows = what[0] if kind == "tile" else 16
-        index = build_index_triton(expert_TK + torch.arange(2, device="cuda", dtype=torch.int32), 16, rows)
-        if kind == "tile":
-            down_triton(gate_up_triton(x_TD, index, weights, what[1], "silu"), index, weights, what[1])
-        else:
-            act = vector_gate_up(x_TD, index, weights, "silu", what)
-            vector_down(act, index, weights, None, what)
-            vector_down(act, index, weights, torch.ones(1, 2, device="cuda"), what)
-        torch.cuda.synchronize()
-    except Exception:
-        return f"{task}: {traceback.format_exc(limit=-2)}"
-    return ""
-
-
-def compile_all(shapes: list) -> tuple[list, list]:
-    """Compile and try every candidate side by side: failures, and the tasks not done after a minute (hung)."""
-    tasks = [("small", s) for s in shapes] + [("tile", c) for c in (*CANDIDATES, (PINNED_ROWS, PINNED))]
-    tasks += [("vector", v) for v in VECTORS]
-    pool = get_context("spawn").Pool(12)
-    results = [pool.apply_async(compile_one, (task,)) for task in tasks]
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not all(r.ready() for r in results):
-        time.sleep(0.2)
-    hung = [task for task, r in zip(tasks, results) if not r.ready()]
-    failed = [r.get() for r in results if r.ready() and r.get()]
-    pool.terminate()
-    return failed, hung
-
-
-def check_cases(shape: lib.Shape, weights: lib.Weights) -> list[dict]:
-    """Every candidate against float32, in routings with empty slots and one slot that takes all; then bitwise."""
-    cases = []
-    for rows, config in CANDIDATES:
-        if (rows, config) in HUNG:
-            cases.append({"rows": rows, "config": asdict(config), "error": float("nan")})
-            continue
-        for tokens, routing in ((33, "uniform"), (300, "uniform"), (200, "one")):
-            x_TD, logits_TE = lib.make_inputs(shape, tokens, "uniform")
-            if routing == "one":
-                logits_TE[:, : shape.top_k] += 100.0
-            choice = Choice(rows, config, config)
-            sample = torch.randperm(tokens, device="cuda")[:48]
-            want = lib.reference(x_TD, logits_TE, weights, shape, sample)
-            try:
-                error = lib.frobenius(lib.layer(x_TD, logits_TE, weights, shape, choice)[sample], want)
-            except Exception:
-                print(traceback.format_exc(limit=-3))
-                error = float("nan")
-            cases.append({"rows": rows, "config": asdict(config), "tokens": tokens, "routing": routing, "error": error})
-            if not error < LIMIT:
-                print(f"RED {shape.name} rows {rows} {config} T {tokens} {routing}: error {error:.2e}", flush=True)
-    return cases
-
-
-def check_invariance(shape: lib.Shape, weights: lib.Weights) -> bool:
-    """Deterministic mode: a token's bits alone, in a small and in a large batch."""
-    x_TD, logits_TE = lib.make_inputs(shape, 700, "uniform")
-    options = ExpertOptions(deterministic=True)
-    outs = []
-    for tokens in (1, 5, 64, 700):
-        x, logits = x_TD[-tokens:].contiguous(), logits_TE[-tokens:].contiguous()
-        choice = choose(x, tokens * shape.top_k, weights, deterministic=True)
-        outs.append(lib.layer(x, logits, weights, shape, choice, True, options)[-1])
-    same = all(torch.equal(outs[0], out) for out in outs[1:])
-    print(f"deterministic, one token in batches of 1, 5, 64, 700 ({shape.name}): {'bitwise equal' if same else 'RED'}")
-    return same
 
 
 def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, bad: set) -> tuple[Choice, list]:
@@ -270,7 +166,7 @@ def arguments() -> argparse.Namespace:
 
 def run_shape(timer, shape, tokens, report, left) -> None:
     weights = lib.make_weights(shape)
-    checked = check_cases(shape, weights)
+    checked = check_cases(shape, weights, report["hung"])
     red = [c for c in checked if not c["error"] < LIMIT]
     bad = {i for i, (r, c) in enumerate(CANDIDATES) for k in red if (r, asdict(c)) == (k["rows"], k["config"])}
     report["checks"] += checked
@@ -313,7 +209,7 @@ def main() -> int:
     report |= {"triton": triton.__version__, "device": torch.cuda.get_device_name()}
     report |= {k: [] for k in ("checks", "tuning", "cases", "components")} | {"invariant": {}}
     report["failed_compiles"], hung = compile_all(shapes)
-    HUNG.extend(what for kind, what in hung if kind == "tile")
+    report["hung"] = [what for kind, what in hung if kind == "tile"]
     print(f"compiled in {time.monotonic() - start:.0f} s", *report["failed_compiles"], *hung, sep="\n", flush=True)
     timer = lib.Timer()
     report["ceilings"] = lib.ceilings(timer)
@@ -325,11 +221,11 @@ def main() -> int:
             traceback.print_exc()
         torch.cuda.empty_cache()
         if args.json:
-            args.json.write_text(json.dumps(report))
+            args.json.write_text(json.dumps(report, default=str))
     report["ceilings_after"] = lib.ceilings(timer)
     print("ceilings at the end", report["ceilings_after"], f"{time.monotonic() - start:.0f} s")
     if args.json:
-        args.json.write_text(json.dumps(report))
+        args.json.write_text(json.dumps(report, default=str))
     return 0
 
 

@@ -10,9 +10,10 @@ from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.router import route
-from epmoe.ops.tiles import SPECIALISED, Choice
+from epmoe.ops.tiles import BY_MEAN, Choice
 
 pytestmark = pytest.mark.gpu
+CANDIDATES = [(rows, config) for _, rows, *configs in BY_MEAN for config in configs]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,17 +38,18 @@ def test_experts(dtype):
     moe_cases.check_experts(expert_mlp, build_index, "cuda", dtype, ((5, 64, 64, 2), (4, 40, 100, 3), (3, 128, 192, 1)))
 
 
-@pytest.mark.parametrize("count", [1, 33, 200])
-def test_warp_specialised_experts(count):
-    """Full tiles, half tiles, and slots without pairs."""
-    choice = Choice(128, SPECIALISED, SPECIALISED)
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_every_tile(candidate):
+    """Slots without pairs, full blocks and short ones."""
+    rows, config = candidate
+    choice = Choice(rows, config, config)
     moe_cases.check_experts(
         lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
-        lambda slot, slots: build_index_triton(slot, slots, 128),
+        lambda slot, slots: build_index_triton(slot, slots, rows),
         "cuda",
         torch.bfloat16,
         ((3, 128, 192, 2), (2, 256, 64, 1)),
-        (count,),
+        (1, 33, 200),
     )
 
 

@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from epmoe.ops.activation import silu
 from epmoe.ops.combine import weighted_sum
+from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up
-from epmoe.ops.grouped_gemm import down_triton, gate_up_triton
+from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.linear import TILE_ROWS
 from epmoe.ops.moe_index import MoEIndex, with_block_rows
 from epmoe.ops.tiles import Choice, choose
@@ -67,11 +69,11 @@ def split_gate_up(h_M2F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def activate_ref(h_M2F: torch.Tensor, act: str) -> torch.Tensor:
+def activate_ref(h_M2F: torch.Tensor, act: str, *, tiled: bool = False) -> torch.Tensor:
     """``act(gate) * up`` of interleaved ``[M, 2F]`` -> ``[M, F]``."""
     gate, up = split_gate_up(h_M2F)
     if act == "silu":
-        return functional.silu(gate).mul_(up)
+        return silu(gate, tiled=tiled).mul_(up)
     if act == "relu":
         return functional.relu(gate).mul_(up)
     return functional.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none").mul_(up)
@@ -142,7 +144,7 @@ def _tiled_mlp(pairs_MD: torch.Tensor, runs: list, weights: tuple, form: tuple, 
         for first in range(start, stop, TILE_ROWS):
             rows = min(TILE_ROWS, stop - first)
             tile = functional.pad(pairs_MD[first : first + rows], (0, 0, 0, TILE_ROWS - rows)).to(wide)
-            act_tile = activate_ref(functional.linear(tile, gate_up_2FD), act).to(out_MD.dtype).to(wide)
+            act_tile = activate_ref(functional.linear(tile, gate_up_2FD), act, tiled=True).to(out_MD.dtype).to(wide)
             out_MD[first : first + rows] = functional.linear(act_tile, down_DF)[:rows]
 
 
@@ -157,7 +159,7 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or choose(rows_RD, pairs, weights, options.act, options.deterministic)
+    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -187,7 +189,7 @@ def expert_sum(
     they are added.
     """
     if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
-        choice = choice or choose(rows_RD, index.row_M.numel(), weights, options.act)
+        choice = choice or choose(rows_RD, index.row_M.numel(), weights)
         if choice.vector:
             act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
             return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.grouped_gemm import GATE_BLOCK, _activate
+from epmoe.ops.gate_up_gemm import activate
+from epmoe.ops.grouped_gemm import GATE_BLOCK
 from epmoe.ops.launch import gdc_launch_dependents, gdc_wait, pdl_options, wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex
 
@@ -51,7 +52,7 @@ def vector_gate_up_kernel(
             x = tl.load(x_ptr + at + k, mask=inside, other=0.0).to(tl.float32)[None, :]
             gate += tl.load(gate_ptrs + at, mask=mask, other=other, eviction_policy="evict_first").to(tl.float32) * x
             up += tl.load(up_ptrs + at, mask=mask, other=other, eviction_policy="evict_first").to(tl.float32) * x
-        value = _activate(tl.sum(gate, 1), tl.sum(up, 1), ACT)
+        value = activate(tl.sum(gate, 1), tl.sum(up, 1), ACT)
         out_ptrs = out_ptr + pair.to(tl.int64) * F + feature
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=feature < F)
 

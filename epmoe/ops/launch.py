@@ -42,12 +42,6 @@ def has_hopper_features(device: torch.device) -> bool:
 
 
 @lru_cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's own tensor core instructions (compute capability 9 exactly)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@lru_cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; a small number on CPU, where only the interpreter runs kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
