@@ -98,6 +98,7 @@ def time_case(timer, shape, weights, tokens, choice, routing, peers) -> dict:
         "exact": lambda x, g: lib.layer(x, g, weights, shape, choice, exact=True),
         "default": lambda x, g: lib.layer(x, g, weights, shape, choose(x, x.shape[0] * shape.top_k, weights)),
         "grouped_mm": lambda x, g: lib.peer_grouped_mm(x, g, weights, shape),
+        "deterministic": lambda x, g: lib.layer_deterministic(x, g, weights, shape),
     }
     result = {"shape": shape.name, "tokens": tokens, "routing": routing, "us": {}, "error": {}}
     for name, function in functions.items():

@@ -16,6 +16,7 @@ from epmoe.ops.combine import weighted_sum_triton
 from epmoe.ops.experts import ExpertOptions, expert_mlp_triton, expert_sum, split_gate_up
 from epmoe.ops.moe_index import build_index_triton
 from epmoe.ops.router import RouterRule, route_triton
+from epmoe.ops.tiles import choose
 
 RULE = RouterRule(renormalize=True)
 DEFAULT = ExpertOptions()
@@ -78,6 +79,12 @@ def layer(x_TD, logits_TE, weights: Weights, shape: Shape, choice, exact=False, 
         rows = expert_mlp_triton(x_TD, index, weights, options, choice)
         return weighted_sum_triton(rows, index.pos_RK, weight_TK)
     return expert_sum(x_TD, index, weights, weight_TK, options, choice)
+
+
+def layer_deterministic(x_TD, logits_TE, weights: Weights, shape: Shape):
+    """The layer with its one pinned tile, whatever the batch."""
+    choice = choose(x_TD, x_TD.shape[0] * shape.top_k, weights, deterministic=True)
+    return layer(x_TD, logits_TE, weights, shape, choice, True, ExpertOptions(deterministic=True))
 
 
 @triton.jit
