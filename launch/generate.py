@@ -11,7 +11,7 @@ from epmoe.engine.request import SamplingParams
 from launch import args as shared
 from launch import recording
 from launch.completion import Completion
-from launch.plans import choose_plan
+from launch.plans import choose_plan, with_plan
 from launch.progress import Progress
 from launch.prompts import Prompt, read_prompts, require_writable, write_results
 from launch.report import RunReport, summary
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     starting = starting or spawned(shared.rank_count(args))
     engine, model = shared.engine_config(args, starting)
     plan, trace = choose_plan(args.placement, args.trace, model.moe_shape, starting.world)
-    engine = replace(engine, plan=plan.to_json())
+    engine = with_plan(engine, plan, args.placement)
     if args.record_trace:
         engine = replace(engine, record_tokens=recording.limit_per_rank(args.record_tokens, starting.world))
     with Progress() as progress, Drain() as drain, Session(starting, engine, progress.say) as session:

@@ -24,7 +24,7 @@ from launch.completion import Completion
 from launch.env import read_torchrun
 from launch.failure import RankFailure
 from launch.outputs import Reader, RequestOutput
-from launch.plans import choose_plan
+from launch.plans import choose_plan, with_plan
 from launch.prompts import Prompt, as_prompts, require_writable
 from launch.requests import Requests
 from launch.session import Session, spawned
@@ -102,7 +102,7 @@ class LLM:
             require_writable(str(record_trace))
             engine = replace(engine, record_tokens=recording.limit_per_rank(record_tokens, ranks))
             record = _Recording(str(record_trace), self._model.moe_shape, tokenizer_sha256(engine.model))
-        self.engine = replace(engine, plan=self.plan.to_json())
+        self.engine = with_plan(engine, self.plan, placement)
         session = Session(starting, self.engine, _say)
         try:
             self.tokenizer = load_tokenizer(engine.model)

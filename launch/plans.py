@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from epmoe.config import EngineConfig
 from launch.hub import DEMO, DEMO_FOLDER
 from placement.errors import UserError
 from placement.plan import MoEShape, Plan, linear_plan, round_robin_plan, with_shape
@@ -30,6 +32,16 @@ def choose_plan(
     if isinstance(placement, Plan):
         return _fitting(placement, "placement", shape, ranks), trace
     return _load(str(placement), shape, ranks), trace
+
+
+def with_plan(engine: EngineConfig, plan: Plan, placement: str | Path | Plan) -> EngineConfig:
+    """The engine under this plan; homes by affinity where the plan's file has an affinity file beside it."""
+    affinity = None
+    if plan.affinity is not None and not isinstance(placement, Plan):
+        affinity = Path(placement).parent / plan.affinity
+        if not affinity.is_file():
+            raise UserError(f"plan {placement} names the affinity file {affinity}, which is not there; put it back")
+    return replace(engine, plan=plan.to_json(), affinity=None if affinity is None else str(affinity))
 
 
 def _read(paths: str | Path | Sequence[str | Path] | None, shape: MoEShape) -> Trace | None:
@@ -61,7 +73,9 @@ def _solve(placement: str, trace: Trace, shape: MoEShape, ranks: int) -> Plan:
     """greedy: balanced load alone.  auto: the fewest ranks per token that a balanced load allows."""
     from placement import methods
     from placement.solution import make_problem
+    from placement.threads import one_blas_thread
 
+    one_blas_thread()
     if placement == "greedy":
         solution = methods.find("lpt-swap")(make_problem(trace, ranks, objective="compute_tail"))
     else:

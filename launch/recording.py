@@ -16,10 +16,9 @@ RECORD_TOKENS = 1 << 18  # default limit over all ranks: 100 MB with 48 layers a
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace of one run; ``homes`` is the home rank of each sequence, ``full`` whether the limit ended it."""
+    """A trace of one run, with the home rank of each sequence; ``full``: the limit ended it."""
 
     trace: Trace
-    homes: np.ndarray
     full: bool
 
     def describe(self, path: str) -> str:
@@ -59,10 +58,11 @@ def merge(messages: list[dict], shape: MoEShape, lengths: dict[int, int], tokeni
         np.concatenate(ids),
         np.array([len(each) for each in ids], np.int32),
         token_ids_T=np.concatenate(tokens),
+        homes=np.array(homes, np.int32),
         tokenizer_sha256=tokenizer,
         source="the recorded trace",
     )
-    return Recorded(trace, np.array(homes), any(message["full"] for message in messages))
+    return Recorded(trace, any(message["full"] for message in messages))
 
 
 def save(recorded: Recorded | None, path: str | Path) -> str:

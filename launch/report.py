@@ -93,7 +93,7 @@ def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:
     lines = [f"remote rows per token and layer of this run: {sent / max(1, cells):.3f}"]
     on = []
     if run.recorded is not None:
-        on.append(("on this run's recorded routing", run.recorded.trace, run.recorded.homes))
+        on.append(("on this run's recorded routing", run.recorded.trace, run.recorded.trace.homes))
     if run.trace is not None:
         on.append((f"on the {run.trace.num_tokens} tokens of the given traces", run.trace, None))
     for what, trace, homes in on:

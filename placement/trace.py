@@ -9,6 +9,7 @@ An ``.npz`` without pickles::
     seq_lens           int32 [sequences] sums to T
     token_ids          uint32 [T]        optional; then tokenizer_sha256 (str) may say whose
     expert_weights     float16 [T, L, K] optional; router weights before any renormalisation
+    homes              int32 [sequences] optional; the home rank each sequence had when it was recorded
 
 Large traces are shards ``NAME.000.npz``, ``NAME.001.npz``, ...: :func:`stream_trace` yields one at a time.
 """
@@ -38,6 +39,7 @@ class Trace:
     seq_lens: np.ndarray
     token_ids_T: np.ndarray | None = None
     expert_weights_TLK: np.ndarray | None = None
+    homes: np.ndarray | None = None
     tokenizer_sha256: str = ""
     source: str = "trace"
 
@@ -70,6 +72,7 @@ class Trace:
             seq_lens=self.seq_lens[which],
             token_ids_T=None if self.token_ids_T is None else self.token_ids_T[rows],
             expert_weights_TLK=None if self.expert_weights_TLK is None else self.expert_weights_TLK[rows],
+            homes=None if self.homes is None else self.homes[which],
         )
 
     def split(self, holdout: float) -> tuple[Trace, Trace]:
@@ -99,6 +102,8 @@ class Trace:
             arrays["tokenizer_sha256"] = np.array(self.tokenizer_sha256)
         if self.expert_weights_TLK is not None:
             arrays["expert_weights"] = self.expert_weights_TLK.astype(np.float16, copy=False)
+        if self.homes is not None:
+            arrays["homes"] = self.homes.astype(np.int32, copy=False)
         with open(path, "wb") as file:  # savez would append .npz to a path without it
             np.savez_compressed(file, **arrays)
 
@@ -156,6 +161,7 @@ def join(traces: list[Trace], source: str) -> Trace:
         seq_lens=cat("seq_lens"),
         token_ids_T=cat("token_ids_T"),
         expert_weights_TLK=cat("expert_weights_TLK"),
+        homes=cat("homes"),
         source=source,
     )
 
@@ -182,6 +188,7 @@ def _load_file(path: Path) -> Trace:
         seq_lens=raw["seq_lens"],
         token_ids_T=raw.get("token_ids"),
         expert_weights_TLK=raw.get("expert_weights"),
+        homes=raw.get("homes"),
         tokenizer_sha256=str(raw.get("tokenizer_sha256", "")),
         source=str(path),
     )
@@ -212,6 +219,8 @@ def _validate(trace: Trace) -> None:
         raise UserError(f"{source}: token_ids has shape {trace.token_ids_T.shape}, expected [{len(ids)}]")
     if trace.expert_weights_TLK is not None and trace.expert_weights_TLK.shape != ids.shape:
         raise UserError(f"{source}: expert_weights has shape {trace.expert_weights_TLK.shape}, expected {ids.shape}")
+    if trace.homes is not None and (trace.homes.shape != trace.seq_lens.shape or (trace.homes < 0).any()):
+        raise UserError(f"{source}: homes has shape {trace.homes.shape}, expected a rank for each of the sequences")
 
 
 def first_repeat(ids_TLK: np.ndarray) -> tuple[int, int] | None:

@@ -34,6 +34,7 @@ def record(comm: Comm, config: dict, requests: list[tuple[int, list[int], dict]]
         "full": engine.recorder.full,
         "moved": moved,
         "preemptions": engine.report()["preemptions"],
+        "report": engine.report(),
     }
 
 

@@ -140,7 +140,7 @@ def test_merge():
         {"rank": 1, "full": False, "sequences": []},
     ]
     recorded = merge(messages, shape, {1: 2, 2: 2, 9: 4, 10: 3}, "abc")
-    assert recorded.full and recorded.homes.tolist() == [0, 1, 0]
+    assert recorded.full and recorded.trace.homes.tolist() == [0, 1, 0]
     trace = recorded.trace
     assert trace.token_ids_T.tolist() == [1, 2, 5, 6, 8] and trace.seq_lens.tolist() == [2, 2, 1]
     assert trace.expert_ids_TLK[:, 0, 0].tolist() == [1, 1, 2, 2, 1] and trace.tokenizer_sha256 == "abc"

@@ -28,6 +28,7 @@ from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import open_exchange
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.errors import UserError
+from placement.homes import Affinity, score_prompt
 from placement.plan import Plan, linear_plan
 
 HEADER_FIELDS = 32
@@ -92,7 +93,9 @@ class Engine:
         self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)
         self.loads = ExpertLoads(len(self.model.moe_layers), self.model.num_experts, comm.device)
         self.recorder = self._open_recorder()
-        self.probes = ProbeScores(self.plan, comm.device) if engine.probe_tokens and comm.world > 1 else None
+        self.affinity = read_affinity(engine, self.model, comm.world)
+        probing = engine.probe_tokens and comm.world > 1
+        self.probes = ProbeScores(self.plan, self.affinity, comm.device) if probing else None
         observers = (self.loads, self.recorder, self.probes)
         observe = observe_all([each for each in observers if each is not None])
         self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
@@ -101,7 +104,6 @@ class Engine:
         self.steps = self.forwards = 0
         self.model_seconds = self.step_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
-        self._token_rank = read_affinity(engine, self.model, comm.world)
         self._undecided: dict[int, dict] = {}  # messages of requests under probe, on every rank, by request id
         self._decided: list[tuple[int, int]] = []  # (request id, home) to be announced by this rank
 
@@ -212,7 +214,8 @@ class Engine:
 
     def _add(self, message: dict, loads: list[RankLoad]) -> None:
         prompt, tokens = message["prompt"], longest(message)
-        affinity_W = None if self._token_rank is None else self._token_rank[prompt].mean(0, dtype=np.float32)
+        known = self.affinity is not None and len(self.affinity.token_rank_VW) > 0
+        affinity_W = score_prompt(prompt, self.affinity.token_rank_VW) if known else None
         home = assign_home(tokens, loads, self.engine.block_size, affinity_W)
         queued, free = loads[home].queued_tokens + tokens, loads[home].free_blocks - self.pool.blocks_for(tokens)
         loads[home] = RankLoad(queued, free)
@@ -271,18 +274,16 @@ def longest(message: dict) -> int:
     return len(message["prompt"]) + message["params"]["max_tokens"]
 
 
-def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> np.ndarray | None:
-    """float16 ``[vocabulary, W]``: how much of a token's routing each rank can serve (see ``placement.plan``)."""
+def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> Affinity | None:
+    """The plan's affinity file, checked against the model and the number of ranks."""
     if engine.affinity is None:
         return None
-    with np.load(engine.affinity, allow_pickle=False) as file:
-        token_rank = file["token_rank"]
-    if token_rank.shape != (model.vocab_size, world):
-        raise UserError(
-            f"{engine.affinity}: token_rank has shape {token_rank.shape}, this model on {world} ranks needs"
-            f" ({model.vocab_size}, {world}); solve the placement again"
-        )
-    return token_rank
+    affinity = Affinity.load(engine.affinity)
+    want = (len(model.moe_layers), model.num_experts, world)
+    if affinity.expert_rank_LEW.shape != want:
+        found = affinity.expert_rank_LEW.shape
+        raise UserError(f"{engine.affinity}: expert_rank has shape {found}, this model on {world} ranks needs {want}")
+    return affinity
 
 
 def read_plan(engine: EngineConfig, model: ModelConfig, world: int) -> Plan:

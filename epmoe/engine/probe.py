@@ -6,20 +6,24 @@ start, so nothing but time and traffic depends on the choice.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from epmoe.engine.scheduler import Chunk
+from placement.homes import Affinity
 from placement.plan import Plan
 
 
 class ProbeScores:
-    """Counts, for the chunks under probe, how many (token, layer) rows each rank could serve for itself.
+    """Scores the ranks for the chunks under probe: the sum of a table over the experts that their tokens chose.
 
-    An observer of routing (see ``model.decoder``): rows of other chunks are not looked at.
+    The table is the plan's affinity (see ``placement.homes``), or else 1 where a rank holds a copy of the expert.  An
+    observer of routing (see ``model.decoder``): rows of other chunks are not looked at.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._holds_LEW = torch.from_numpy(plan.copy_slot_LEW >= 0).to(device)
+    def __init__(self, plan: Plan, affinity: Affinity | None, device: torch.device) -> None:
+        table_LEW = plan.copy_slot_LEW >= 0 if affinity is None else affinity.expert_rank_LEW
+        self._table_LEW = torch.from_numpy(table_LEW.astype(np.float32)).to(device)
         self._spans: list[tuple[int, int, int]] = []  # (request id, first row, end)
         self._score: dict[int, torch.Tensor] = {}
 
@@ -34,11 +38,11 @@ class ProbeScores:
     def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
         for number, start, stop in self._spans:
             span_TK = expert_TK[max(start - first_row, 0) : max(stop - first_row, 0)]
-            rows_W = self._holds_LEW[moe_layer][span_TK.long()].any(1).sum(0)
-            self._score[number] = self._score.get(number, 0) + rows_W
+            score_W = self._table_LEW[moe_layer][span_TK.long()].sum((0, 1))
+            self._score[number] = self._score.get(number, 0) + score_W
 
     def take(self, number: int) -> torch.Tensor:
-        """The score of each rank, int64 ``[W]``, on the host; forgotten here."""
+        """The score of each rank, float32 ``[W]``, on the host; forgotten here."""
         return self._score.pop(number).cpu()
 
     def forget(self, number: int) -> None:
