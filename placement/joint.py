@@ -142,9 +142,11 @@ def layer_limits(problem: Problem, sample: Sample, layout: Layout) -> list[Layer
     return limits
 
 
-def add_copies(problem: Problem, sample: Sample, layout: Layout, tries: int = 20) -> Layout:
+def add_copies(problem: Problem, sample: Sample, layout: Layout) -> Layout:
     """Fill the spare slots of every layer (or better their use), layers in parallel."""
     tasks = []
+    groups = problem.ranks**2 * problem.shape.num_experts  # cells of the tables that each try counts anew
+    tries = min(20, 1_000_000 // groups - 1)
     for layer, cap in enumerate(layer_caps(problem)):
         load_HE = sample.load_LHE[layer]
         cap_W = cap * load_HE.sum() * problem.topology.share_W

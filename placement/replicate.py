@@ -208,7 +208,8 @@ def improve_copies(
     copies = Copies(tokens, held_EW, rank_HE.astype(np.int64).copy())
     fill(copies)
     reserve(copies)
-    copies = exchange(copies, tries)
+    if tries > 0:
+        copies = exchange(copies, tries)
     rank_S, expert_S = np.nonzero(copies.held_EW.T)
     slot_EW = np.zeros(held_EW.shape, np.intp)
     slot_EW[expert_S, rank_S] = np.arange(len(expert_S))
