@@ -199,10 +199,10 @@ def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pa
 
 
 def _settle(team: Team, rank_LS: list[np.ndarray], pace: Pace) -> None:
-    """Descend until no exchange helps; a few tenths of the budget at most."""
+    """Descend until no exchange helps; a tenth of the budget at most."""
     last = pace.deadline + 0.1 * (pace.deadline - pace.started)
-    for round in range(100):
-        made = team.sweep(rank_LS, Heat(1, 1, 50, pace.rows), round, cold=True)
+    for round in range(300):
+        made = team.sweep(rank_LS, Heat(1, 1, 16, pace.rows), round, cold=True)
         if not made or time.perf_counter() > last:
             return
 
