@@ -170,7 +170,7 @@ def pace_of(chain: ChainData, started: float, seconds: float) -> Pace:
     rows = items if items <= 96 else 64
     step = 120e-6 + 25e-9 * rows * items + 60e-9 * tokens * choices**2 / items
     rounds = max(1, int(0.75 * seconds * PLANNED_CORES / (step * SWEEP_STEPS * len(chain.layers))))
-    return Pace(rounds, rows, started, started + 0.9 * seconds)
+    return Pace(rounds, rows, started, started + 0.85 * seconds)
 
 
 def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pace) -> tuple[list[np.ndarray], History]:
