@@ -50,7 +50,7 @@ def some_requests(count=7, seed=0):
     [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4, "overlap": True})],
 )
 def test_equals_transformers(model, reference, rank_pool, world, settings):
-    requests = some_requests(seed=int("probe_tokens" in settings))
+    requests = some_requests(7 * world, seed=int("probe_tokens" in settings))
     ranks = rank_pool(world).run(record, {**ENGINE, "model": str(model), "ranks": world, **settings}, requests)
     if "probe_tokens" in settings:
         assert any(rank["moved"] for rank in ranks), "no request changed its home"
