@@ -9,7 +9,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from epmoe.engine.request import SamplingParams
 from epmoe.ops.sampling import SampleRow, apply_penalties, gumbel_noise, keep_likely, noise_key, sample
+from placement.errors import UserError
 
 V = 50
 
@@ -142,3 +144,37 @@ def test_an_end_of_range_seed_is_a_seed():
     for seed in (0, (1 << 63) - 1):
         assert 0 <= noise_key(seed, 0, 0) < 1 << 64
     assert noise_key(1, 2, 3) != noise_key(3, 2, 1) != noise_key(2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("max_tokens", 2.5),
+        ("max_tokens", "3"),
+        ("max_tokens", None),
+        ("max_tokens", 1 << 63),
+        ("top_k", 1.5),
+        ("n", True),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("logprobs", 1.5),
+        ("seed", 1 << 63),
+        ("stop", 5),
+        ("stop", [1]),
+        ("stop", b"x"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", "no"),
+    ],
+)
+def test_parameters_of_wrong_type_are_refused(key, value):
+    """Before they are sent: on a rank they would end the run of everybody else's requests."""
+    with pytest.raises(UserError, match=f"{key} is .*must be"):
+        SamplingParams(**{key: value})
+
+
+def test_parameters_become_plain_values():
+    params = SamplingParams(max_tokens=np.int64(3), temperature=1, stop=None, stop_token_ids=np.array([4, 5]))
+    assert params.to_dict() == SamplingParams(max_tokens=3, stop_token_ids=(4, 5)).to_dict()
+    assert [type(params.max_tokens), type(params.temperature), type(params.stop_token_ids[0])] == [int, float, int]
+    assert SamplingParams(stop="end").stop == ("end",) == SamplingParams(stop=["end"]).stop

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 from placement.errors import UserError
@@ -45,8 +46,8 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for item in fields(self):
+            object.__setattr__(self, item.name, _typed(item.name, getattr(self, item.name), str(item.type)))
         rules = {
             "n": (self.n >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite"),
@@ -77,10 +78,40 @@ class SamplingParams:
         known = [item.name for item in fields(SamplingParams)]
         if unknown := sorted(set(raw) - set(known)):
             raise UserError(f"{source} has unknown keys {unknown}; known are {known}")
-        try:
-            return SamplingParams(**raw)
-        except TypeError as error:
-            raise UserError(f"{source}: a value has the wrong type ({error}); see SamplingParams") from None
+        return SamplingParams(**raw)
+
+
+_SCALARS = {  # annotation -> (accepted, made, words)
+    "int": (Integral, int, "a whole number below 2^63"),
+    "float": (Real, float, "a number"),
+    "str": (str, str, "a string"),
+}
+
+
+def _typed(key: str, value: object, annotation: str) -> Any:
+    """The value as a plain one of its field's type; numpy's numbers and lists are taken too, ``None`` is no item."""
+    kind, _, optional = annotation.partition(" | ")
+    if value is None and optional:
+        return None
+    if kind == "bool":
+        if type(value) is not bool:
+            raise UserError(f"{key} is {value!r}; it must be True or False")
+        return value
+    if not kind.startswith("tuple["):
+        return _scalar(key, value, kind)
+    kind = kind.removeprefix("tuple[").removesuffix(", ...]")
+    values = () if value is None else (value,) if isinstance(value, (str, bytes)) else value
+    if not isinstance(values, Iterable):
+        raise UserError(f"{key} is {value!r}; it must be a list")
+    return tuple(_scalar(f"an item of {key}", each, kind) for each in values)
+
+
+def _scalar(key: str, value: object, kind: str) -> Any:
+    accepted, made, words = _SCALARS[kind]
+    large = kind == "int" and isinstance(value, Integral) and not -(1 << 63) <= value < 1 << 63
+    if not isinstance(value, accepted) or isinstance(value, bool) or large:
+        raise UserError(f"{key} is {value!r}; it must be {words}")
+    return made(value)
 
 
 @dataclass(eq=False)
