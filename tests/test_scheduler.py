@@ -253,3 +253,12 @@ def test_an_equal_prefix_is_computed_once():
     simulation.check_step = count
     check_outcome(simulation)
     assert computed == {0: 22, 1: 22 - 20, 2: 23}
+
+
+def test_an_endless_request_weighs_as_much_as_the_longest():
+    """Otherwise its rank would look full for ever, and every later request would go to the others."""
+    engine = EngineConfig(model="m", max_model_len=40, num_blocks=20)
+    scheduler = Scheduler(engine, BlockPool(20, engine.block_size), ())
+    scheduler.add(Request(0, [1] * 30, SamplingParams(max_tokens=5), seed=0))
+    scheduler.add(Request(1, [1] * 30, SamplingParams(max_tokens=(1 << 63) - 1), seed=0))
+    assert scheduler.queued_tokens() == 35 + 40

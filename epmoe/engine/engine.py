@@ -23,7 +23,7 @@ from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
 from epmoe.engine.probe import ProbeScores
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.runner import Launched, Runner
-from epmoe.engine.scheduler import Chunk, Scheduler
+from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import open_exchange
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
@@ -213,7 +213,8 @@ class Engine:
         return outputs
 
     def _add(self, message: dict, loads: list[RankLoad]) -> None:
-        prompt, tokens = message["prompt"], longest(message)
+        prompt = message["prompt"]
+        tokens = longest(len(prompt), message["params"]["max_tokens"], self.engine)
         known = self.affinity is not None and len(self.affinity.token_rank_VW) > 0
         affinity_W = score_prompt(prompt, self.affinity.token_rank_VW) if known else None
         home = assign_home(tokens, loads, self.engine.block_size, affinity_W)
@@ -256,7 +257,7 @@ class Engine:
 
     def _home_after_probe(self, request: Request, loads: list[RankLoad]) -> int:
         """Its best rank by the routing of its probe, among those with room; the request does not weigh on its rank."""
-        tokens = len(request.prompt) + request.params.max_tokens
+        tokens = longest(len(request.prompt), request.params.max_tokens, self.engine)
         own = loads[self.comm.rank]
         loads = list(loads)
         loads[self.comm.rank] = RankLoad(own.queued_tokens - tokens, own.free_blocks + len(request.blocks))
@@ -267,11 +268,6 @@ def agreed_lanes(headers: list[Header], overlap: bool) -> int:
     """How many lanes the step has on every rank: 0 if no rank has a token, 2 if some rank can split its own."""
     most = max(header.tokens for header in headers)
     return 2 if overlap and most > 1 and len(headers) > 1 else min(most, 1)
-
-
-def longest(message: dict) -> int:
-    """Tokens that a request may come to."""
-    return len(message["prompt"]) + message["params"]["max_tokens"]
 
 
 def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> Affinity | None:

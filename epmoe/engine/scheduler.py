@@ -71,7 +71,7 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Tokens this rank has still to run: prompts not computed, and outputs at their longest."""
         requests = [*self.running, *self.waiting]
-        return sum(len(r.prompt) + r.params.max_tokens - r.computed for r in requests)
+        return sum(longest(len(r.prompt), r.params.max_tokens, self.engine) - r.computed for r in requests)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -219,6 +219,11 @@ class Scheduler:
         request.blocks = []
         self._rows.append(request.row)
         request.row = -1
+
+
+def longest(prompt_tokens: int, max_tokens: int, engine: EngineConfig) -> int:
+    """Tokens that a request may come to: ``max_tokens`` far beyond the model's length weighs no more than that."""
+    return min(prompt_tokens + max_tokens, engine.max_model_len)
 
 
 def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
