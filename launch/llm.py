@@ -143,6 +143,10 @@ class LLM:
             template: passed to the tokenizer's ``apply_chat_template``: ``chat_template``, ``tools``,
                 ``add_generation_prompt`` (default true), and variables of the template.
         """
+        if not isinstance(messages, (list, tuple)):
+            raise UserError(
+                f"messages is {type(messages).__name__}; give a list of {{role, content}}, or a list of those"
+            )
         one = bool(messages) and isinstance(messages[0], dict)
         prompts = [
             self._prompt_of(each, number, template) for number, each in enumerate([messages] if one else messages)
@@ -241,7 +245,7 @@ class LLM:
                 yield
         finally:
             for group in groups:
-                del self._groups[group.request_id]
+                self._groups.pop(group.request_id, None)  # not there if an earlier one could not be sent
                 for number, completion in zip(group.numbers, group.completions):
                     if completion.finish_reason is None:
                         self._requests.abort(number)

@@ -222,6 +222,21 @@ def test_mistakes(llm, prompts, params, words):
         llm.generate(prompts, params)
 
 
+@pytest.mark.parametrize("messages", [None, "hello", {"role": "user", "content": "x"}])
+def test_a_conversation_is_a_list(llm, messages):
+    with pytest.raises(UserError, match="messages is .*list"):
+        llm.chat(messages, GREEDY)
+
+
+def test_a_closed_llm_says_so(model):
+    llm = LLM(model, threads=1)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate(["the", "token"], GREEDY), lambda: list(llm.stream("the", GREEDY))):
+        with pytest.raises(UserError, match="ended; open a new LLM"):
+            call()
+
+
 def test_stream_takes_one_prompt(llm):
     with pytest.raises(UserError, match="2 prompts"):
         llm.stream(["a", "b"], GREEDY)
