@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,10 @@ def chunk(number: int, count: int) -> Chunk:
     return Chunk(request, 3, count, True, 3 + count)
 
 
-@pytest.mark.parametrize("counts", [[], [1], [1, 1], [1, 1, 1], [2], [500], [1, 500], [500, 1], [7, 1, 1, 30, 2, 2]])
+SMALL = [list(counts) for length in (2, 3, 4) for counts in itertools.product((1, 2, 3, 4), repeat=length)]
+
+
+@pytest.mark.parametrize("counts", [[], [1], [2], [500], [1, 500], [500, 1], [7, 1, 1, 30, 2, 2], *SMALL])
 def test_a_step_is_cut_in_order_and_about_the_middle(counts):
     chunks = [chunk(n, count) for n, count in enumerate(counts)]
     lanes = split_lanes(chunks)

@@ -229,8 +229,8 @@ def longest(prompt_tokens: int, max_tokens: int, engine: EngineConfig) -> int:
 def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     """Cut a step in two lanes (see ``moe.overlap``) of about equal tokens, in order.
 
-    The cut is between requests if one lies within an eighth of the middle; else the chunk in the middle is cut, and its
-    earlier part (lane 0) writes its keys before the later part attends, in every layer.
+    The cut is between requests if one lies within an eighth (or half a token) of the middle; else the chunk in the
+    middle is cut, and its earlier part (lane 0) writes its keys before the later part attends, in every layer.
     """
     total = sum(chunk.count for chunk in chunks)
     before = 0
@@ -238,7 +238,7 @@ def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
         after = before + chunk.count
         if 2 * after >= total:
             over, under = 2 * after - total, total - 2 * before
-            if chunk.count == 1 or 8 * min(over, under) <= total:
+            if chunk.count == 1 or min(over, under) <= max(1, total // 8):
                 end = n + 1 if over <= under else n
                 return chunks[:end], chunks[end:]
             early, late = chunk.cut(total // 2 - before)
