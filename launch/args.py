@@ -40,6 +40,13 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--stall-seconds": ("stall_seconds", int, "end the run when a rank makes no progress for so long (default 300)"),
     "--threads": ("threads", int, "threads of a rank (default: cores / ranks)"),
 }
+CHOSEN_ELSEWHERE = {  # EngineConfig fields that a setting would not reach -> what chooses them
+    "model": "--model",
+    "ranks": "--ranks or ranks=",
+    "plan": "--placement or placement=",
+    "affinity": "a plan file that names it",
+    "record_tokens": "--record-tokens or record_tokens=",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,6 +131,9 @@ def complete_settings(
     name: str, settings: dict, starting: Starting, source: str = "engine config"
 ) -> tuple[EngineConfig, ModelConfig]:
     """The configurations of model ``name`` on the ranks of ``starting``; what is not set follows from the machine."""
+    for key, option in CHOSEN_ELSEWHERE.items():
+        if key in settings:
+            raise UserError(f"{source} sets {key}, which is chosen by {option}; leave it out")
     folder = resolve_model(name)
     model = ModelConfig.from_folder(folder)
     settings = {**settings, "model": str(folder), "ranks": starting.world}

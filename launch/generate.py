@@ -37,8 +37,9 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     """The front's work, whoever starts the ranks; the exit code."""
     prompts = _prompts(args)
     params = shared.sampling_params(args)
-    for path in filter(None, (args.json, args.record_trace)):
-        require_writable(path)
+    for path in (args.json, args.record_trace):
+        if path is not None:
+            require_writable(path)
     starting = starting or spawned(shared.rank_count(args))
     engine, model = shared.engine_config(args, starting)
     plan, trace = choose_plan(args.placement, args.trace, model.moe_shape, starting.world)

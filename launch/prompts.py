@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -27,7 +28,7 @@ def read_prompts(path: str) -> list[Prompt]:
     A file is JSONL if its name says so, or if its first line is an object with one of the two keys.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read prompt file {path}: {reason}; give UTF-8 text, one prompt a line") from None
@@ -95,5 +96,9 @@ def write_results(path: str, results: list[dict]) -> None:
 def require_writable(path: str) -> None:
     """Raise ``UserError`` before the work is done rather than after it."""
     folder = Path(path).resolve().parent
-    if not folder.is_dir() or Path(path).is_dir():
-        raise UserError(f"cannot write results to {path}: no such folder, or a folder itself; give a path for a file")
+    if not path or not folder.is_dir() or Path(path).is_dir():
+        raise UserError(
+            f"cannot write results to {path or repr(path)}: no such folder, or a folder itself; give a path for a file"
+        )
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise UserError(f"cannot write results to {path}: no permission; give a path that can be written")

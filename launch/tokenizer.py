@@ -30,6 +30,8 @@ def tokenizer_sha256(folder: str) -> str:
 
 def encode(prompt: Prompt, tokenizer: Any, engine: EngineConfig, model: ModelConfig) -> list[int]:
     """The prompt's token ids; ``UserError`` if the engine cannot run them."""
+    if prompt.text is not None and not _is_unicode(prompt.text):
+        raise UserError(f"{prompt.where}: the prompt holds half a surrogate pair, which is no character; take it out")
     ids = list(prompt.token_ids) if prompt.token_ids is not None else tokenizer(prompt.text, verbose=False).input_ids
     if not ids:
         raise UserError(f"{prompt.where}: the prompt has no token; give at least one")
@@ -42,3 +44,12 @@ def encode(prompt: Prompt, tokenizer: Any, engine: EngineConfig, model: ModelCon
             " and one more; shorten it or raise max_model_len"
         )
     return ids
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON's escapes and undecodable bytes on a command line can make a ``str`` that is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

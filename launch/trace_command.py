@@ -89,7 +89,7 @@ def read_texts(path: str, split: str, tokens: int) -> list[Prompt]:
     if split == "lines":
         return read_prompts(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read(tokens * LONGEST_TOKEN)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error

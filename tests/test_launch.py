@@ -8,16 +8,18 @@ import pytest
 from cli import Run
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
-from epmoe.config import ModelConfig
+from epmoe.config import EngineConfig, ModelConfig
 from launch import plans
 from launch.__main__ import main
 from launch.completion import Completion
 from launch.detokenize import Detokenizer
 from launch.failure import read_error_files
 from launch.plans import choose_plan
-from launch.prompts import read_prompts
+from launch.prompts import Prompt, read_prompts, require_writable
 from launch.report import served_LW
+from launch.tokenizer import encode
 from placement.cost import evaluate
+from placement.errors import UserError
 from placement.plan import MoEShape, linear_plan, make_plan
 from placement.trace import Trace
 
@@ -90,6 +92,11 @@ def unknown_config_key(tmp_path, shape):
     return ["--config", str(tmp_path / "engine.json")]
 
 
+def config_of_ranks(tmp_path, shape):
+    (tmp_path / "engine.json").write_text('{"ranks": 3}')
+    return ["--config", str(tmp_path / "engine.json")]
+
+
 def config_of_wrong_type(tmp_path, shape):
     (tmp_path / "engine.json").write_text('{"block_size": "16"}')
     return ["--config", str(tmp_path / "engine.json")]
@@ -120,6 +127,8 @@ MISTAKES = {
     "prompt is no text": (bad_jsonl, ["p.jsonl, line 3", "string"]),
     "line is no JSON": (broken_jsonl, ["p.txt, line 2", "not JSON"]),
     "unknown key": (unknown_config_key, ["max_batch", "engine.json", "max_batch_tokens"]),
+    "setting chosen elsewhere": (config_of_ranks, ["engine.json", "ranks", "--ranks"]),
+    "no path": (["--json", ""], ["''", "path"]),
     "wrong type": (config_of_wrong_type, ["block_size", "'16'", "int"]),
 }
 
@@ -193,6 +202,27 @@ def test_prompt_files(tmp_path):
     (tmp_path / "ids.txt").write_text('{"prompt_token_ids": [1, 2]}\n{"prompt": "x\\ny"}', encoding="utf-8")
     ids, text = read_prompts(str(tmp_path / "ids.txt"))
     assert (ids.token_ids, ids.text) == ((1, 2), None) and (text.token_ids, text.text) == (None, "x\ny")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, line in {"a.txt": "the", "b.txt": '{"prompt": "the"}', "c.jsonl": '{"prompt": "the"}'}.items():
+        (tmp_path / name).write_text(line, encoding="utf-8-sig")
+        assert [prompt.text for prompt in read_prompts(str(tmp_path / name))] == ["the"]
+
+
+def test_half_a_surrogate_pair_is_refused(model):
+    config = EngineConfig(model=str(model))
+    with pytest.raises(UserError, match="line 2: the prompt holds half a surrogate"):
+        encode(Prompt("a\ud800", None, "p, line 2"), tiny_tokenizer(), config, ModelConfig.from_folder(model))
+
+
+def test_a_path_that_may_not_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "r.json").write_text("kept")
+    require_writable(str(tmp_path / "r.json"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for path in (tmp_path / "r.json", tmp_path / "new.json"):
+        with pytest.raises(UserError, match="permission"):
+            require_writable(str(path))
 
 
 def test_text_comes_in_whole_characters():

@@ -18,6 +18,7 @@ from epmoe.comm import Comm, close_comm, open_comm
 from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
 from epmoe.engine.watchdog import watch
+from placement.errors import UserError
 
 IDLE_POLL_MS = 200
 TRACE_MESSAGE_BYTES = 8 << 20
@@ -49,6 +50,8 @@ def own_device(info: RankInfo, config: EngineConfig) -> tuple[torch.device, bool
     if config.device == "cpu":
         return torch.device("cpu"), False
     count = torch.cuda.device_count()
+    if not count:
+        raise UserError("device is cuda, and torch sees no GPU on this machine; use cpu, or a CUDA build of torch")
     device = torch.device("cuda", info.local_rank % count)
     torch.cuda.set_device(device)
     return device, (info.local_world or info.world) > count
