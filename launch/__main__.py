@@ -30,9 +30,10 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
     argv = sys.argv[1:] if argv is None else argv
     try:
         if starting is None and (torchrun := read_torchrun()) is not None:
+            from launch.rank import leave
             from launch.torchrun import run_rank
 
-            return run_rank(torchrun, argv)
+            leave(run_rank(torchrun, argv))
         return _dispatch(argv, starting)
     except UserError as error:
         return _fail(f"epmoe: error: {' '.join(str(error).split())}", 2)

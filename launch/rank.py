@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
 
     about = json.loads((run_dir / f"rank{rank}.json").read_text(encoding="utf-8"))
     be_rank(about, (run_dir / "engine.json").read_text(encoding="utf-8"))
+    leave(0)
 
 
 def be_rank(about: dict, engine: str) -> None:
@@ -27,6 +29,13 @@ def be_rank(about: dict, engine: str) -> None:
     from epmoe.engine import worker
 
     worker.run(RankInfo(**about), EngineConfig.from_json(engine))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without the interpreter's tear-down, which can abort where threads of libraries still run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent(run_dir: Path) -> None:

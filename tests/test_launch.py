@@ -344,6 +344,15 @@ def test_report(spawned, shape):
     assert "compute_tail of this run" in run.out and "tokens of the given traces: compute_tail" in run.out
 
 
+def test_a_rank_that_is_done_does_not_fail_in_tear_down(model, tmp_path, monkeypatch, capsys):
+    """Threads of gloo and torch can abort a process while the interpreter is taken down; here it always does."""
+    code = "import atexit, os, sys\nif 'launch.rank' in sys.orig_argv: atexit.register(os.abort)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    argv = ["generate", "--model", str(model), "--ranks", "2", "--threads", "1", "--prompt", "the token"]
+    assert main([*argv, "--max-tokens", "2"]) == 0, capsys.readouterr().err
+
+
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):
     run = Run(tmp_path / "run", *_generate(model, prompts, tmp_path / "out.json"), torchrun=2)
     _, results = _finished(run, tmp_path)
