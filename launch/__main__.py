@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
             return _fail(f"epmoe: error: {' '.join(failure.reason.split())}", 2)
         return _fail(failure.block(), 1)
     except (Stopped, KeyboardInterrupt) as stopped:
-        return _fail(f"epmoe: {stopped or 'stopped'}", getattr(stopped, "exit_code", 130))
+        return _fail(f"epmoe: {str(stopped) or 'stopped by SIGINT'}", getattr(stopped, "exit_code", 130))
 
 
 def _dispatch(argv: list[str], starting: Starting | None) -> int:

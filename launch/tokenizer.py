@@ -31,7 +31,7 @@ def tokenizer_sha256(folder: str) -> str:
 def encode(prompt: Prompt, tokenizer: Any, engine: EngineConfig, model: ModelConfig) -> list[int]:
     """The prompt's token ids; ``UserError`` if the engine cannot run them."""
     if prompt.text is not None and not _is_unicode(prompt.text):
-        raise UserError(f"{prompt.where}: the prompt holds half a surrogate pair, which is no character; take it out")
+        raise UserError(f"{prompt.where}: the prompt holds half a surrogate pair or undecoded bytes; give Unicode text")
     ids = list(prompt.token_ids) if prompt.token_ids is not None else tokenizer(prompt.text, verbose=False).input_ids
     if not ids:
         raise UserError(f"{prompt.where}: the prompt has no token; give at least one")

@@ -166,6 +166,15 @@ def test_mistake_before_the_model(argv, words, capsys, tmp_path, monkeypatch):
     assert all(word in line for word in words), line
 
 
+def test_interrupted_before_there_is_anything_to_drain(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.generate._prompts", interrupted)
+    assert main(["generate", "--model", "demo", "--prompt", "x"]) == 130
+    assert capsys.readouterr().err == "epmoe: stopped by SIGINT\n"
+
+
 def test_setting_that_changes_the_maths(model, tmp_path, capsys):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
