@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     parser = Parser(prog="epmoe demo", allow_abbrev=False)
     generate.add_arguments(parser)
-    trace = Path(tempfile.gettempdir()) / "epmoe-demo-trace.npz"
+    trace = Path(tempfile.gettempdir()) / f"epmoe-demo-trace-{os.getuid()}.npz"  # users share that folder
     words = ["--model", DEMO, "--ranks", str(args.ranks), "--placement", "auto", "--trace", DEMO]
     words += ["--max-tokens", str(args.max_tokens), "--temperature", "0.7", "--top-p", "0.9"]
     words += ["--seed", str(args.seed), "--record-trace", str(trace)]
