@@ -18,6 +18,7 @@ from epmoe.ops.router import RouterRule
 from placement.errors import UserError
 from placement.plan import MoEShape
 
+MOST_REQUESTS = 1 << 16
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -232,6 +233,8 @@ class EngineConfig:
             raise UserError(f"probe_tokens is {self.probe_tokens}; it must be at least 0 (requests are not moved)")
         if self.record_tokens < 0:
             raise UserError(f"record_tokens is {self.record_tokens}; it must be at least 0 (nothing is recorded)")
+        if self.max_requests > MOST_REQUESTS:
+            raise UserError(f"max_requests is {self.max_requests}; use at most {MOST_REQUESTS} for one rank")
         if self.max_requests > self.max_batch_tokens:
             raise UserError(
                 f"max_requests {self.max_requests} is above max_batch_tokens {self.max_batch_tokens}: a decode step"

@@ -18,6 +18,8 @@ def resolve_model(name: str) -> Path:
     """The checkpoint's folder; a hub id is taken from the local cache or downloaded."""
     if name == DEMO:
         return DEMO_FOLDER
+    if not name:
+        raise UserError(f"the model's name is empty; give a folder, a hub id OWNER/NAME, or {DEMO}")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()

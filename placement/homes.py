@@ -48,6 +48,8 @@ class Affinity:
 
     @staticmethod
     def load(path: str | Path) -> Affinity:
+        if Path(path).is_file() and not zipfile.is_zipfile(path):
+            raise UserError(f"affinity file {path} is no .npz archive; write it with the plan it belongs to")
         try:
             with np.load(path, allow_pickle=False) as raw:
                 found = Affinity(raw["token_rank"], raw["expert_rank"], str(raw["tokenizer_sha256"]))

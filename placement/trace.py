@@ -167,6 +167,8 @@ def join(traces: list[Trace], source: str) -> Trace:
 
 
 def _load_file(path: Path) -> Trace:
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise UserError(f"cannot read trace {path}: it is no whole .npz archive; expected an {FORMAT} file")
     try:
         with np.load(path, allow_pickle=False) as archive:
             raw = {name: archive[name] for name in archive.files}

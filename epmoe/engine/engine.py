@@ -33,7 +33,6 @@ from placement.plan import Plan, linear_plan
 
 HEADER_FIELDS = 32
 HEADER_MOVES = 12  # homes that one rank can announce in one step
-CACHE_SHARE = 0.5  # of the memory that is free once weights are loaded
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Engine:
         weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
         exchange = open_exchange(comm, self.plan.max_slots, engine.combine)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
-        num_blocks = size_cache(self.model, engine, dtype, int(free_memory(comm.device) * CACHE_SHARE))
+        num_blocks = size_cache(self.model, engine, dtype, free_memory(comm.device))
         self.pool = BlockPool(num_blocks, engine.block_size, reuse_prefixes=not engine.record_tokens)
         self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)
         self.loads = ExpertLoads(len(self.model.moe_layers), self.model.num_experts, comm.device)
@@ -293,7 +292,7 @@ def read_plan(engine: EngineConfig, model: ModelConfig, world: int) -> Plan:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the GPU, or this rank's cautious share (an eighth) of what is free on the host."""
+    """Bytes that are free on the GPU, or on the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

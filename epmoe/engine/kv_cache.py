@@ -14,6 +14,9 @@ import torch
 
 from epmoe.config import EngineConfig, ModelConfig
 from epmoe.engine.request import Request
+from placement.errors import UserError
+
+CACHE_SHARE = {"cuda": 0.5, "cpu": 1 / 16}  # of free memory; a host's is shared by all its ranks
 
 
 class BlockPool:
@@ -98,12 +101,18 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 def size_cache(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int) -> int:
-    """Blocks for one rank: as many as ``max_requests`` of full length need, within ``free_bytes``; at least one
-    request of full length must fit."""
+    """Blocks for one rank: as many as ``max_requests`` of full length need, within this rank's share of the memory that
+    is free on its device; at least one request of full length must fit."""
     if engine.num_blocks is not None:
+        need = engine.num_blocks * block_bytes(config, engine.block_size, dtype)
+        if need > free_bytes:
+            raise UserError(
+                f"num_blocks {engine.num_blocks} of {engine.block_size} tokens need {need / 1e9:.1f} GB,"
+                f" {free_bytes / 1e9:.1f} GB are free for them; lower num_blocks or block_size"
+            )
         return engine.num_blocks
     per_request = -(-engine.max_model_len // engine.block_size)
-    fitting = free_bytes // block_bytes(config, engine.block_size, dtype)
+    fitting = int(free_bytes * CACHE_SHARE[engine.device]) // block_bytes(config, engine.block_size, dtype)
     return max(per_request, min(per_request * engine.max_requests, fitting))
 
 
