@@ -112,3 +112,24 @@ def test_continuations_are_of_their_domain(model):
         made = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)
         text = tokenizer.decode(made[0, ids.shape[1] :])
         assert len(words & set(text.replace("(", " ").split())) >= 2, text
+
+
+def test_greedy_tokens_equal_transformers_on_any_ranks(model, rank_pool):
+    """20 prompts of held-out text of all domains, 24 tokens each, on 1, 2 and 4 ranks."""
+    from drive import Script
+    from scenario import run_script
+
+    prompts = []
+    for number in range(20):
+        trace = load_trace(FOLDER / f"trace_{DOMAINS[number % len(DOMAINS)]}.npz")
+        start = int(trace.sequence_starts()[number % len(trace.seq_lens)])
+        prompts.append(trace.token_ids_T[start : start + 3 + 4 * number].tolist())
+    params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    script = Script([(number, prompt, params) for number, prompt in enumerate(prompts)])
+    runs = [run_script(rank_pool(world), {"model": str(FOLDER), "max_model_len": 128}, script) for world in (1, 2, 4)]
+    for number, prompt in enumerate(prompts):
+        drawn = runs[0].tokens[number]
+        assert all(run.tokens[number] == drawn for run in runs)
+        with torch.inference_mode():  # the likeliest token at every position is the one that was drawn
+            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == drawn
