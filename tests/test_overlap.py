@@ -10,11 +10,11 @@ import torch
 from drive import Script, all_blocks_free, drive, merge
 from tiny_checkpoints import save_tiny
 
-from epmoe.comm import Comm
+from epmoe.comm import Comm, Position
 from epmoe.config import ModelConfig
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.scheduler import Chunk, split_lanes
-from epmoe.moe.overlap import interleave
+from epmoe.moe.overlap import ARRIVE, ATTENTION, COMBINE, DISPATCH, EXPERTS, HEAD, ROUTER, SUM, Step, run_lanes
 from placement.plan import plan_from_ranks
 
 
@@ -39,17 +39,23 @@ def test_a_step_is_cut_in_order_and_about_the_middle(counts):
     assert abs(sizes[0] - sizes[1]) <= max(1, sum(sizes) // 8)
 
 
-def test_lanes_take_turns_and_may_differ_in_length():
-    seen = []
+def test_lanes_keep_the_turn_until_they_need_their_rows():
+    seen, at = [], Position()
 
-    def lane(name: str, stops: int):
-        for stop in range(stops):
-            seen.append((name, stop))
-            yield
+    def lane(name: str, layers: int):
+        for layer in range(layers):
+            for stage in (ATTENTION, ROUTER, DISPATCH, ARRIVE, EXPERTS, COMBINE, SUM):
+                yield Step(stage, layer)
+                assert (at.layer, at.stage) == (layer, stage.name)
+                seen.append(f"{name}{layer} {stage.name}")
+        yield Step(HEAD, -1)
         return name
 
-    assert interleave([lane("a", 2), lane("b", 0), lane("c", 1)]) == ["a", "b", "c"]
-    assert seen == [("a", 0), ("c", 0), ("a", 1)]
+    assert run_lanes([lane("a", 2), lane("b", 1), lane("c", 0)], at) == ["a", "b", "c"]
+    there, back, over = (ATTENTION, ROUTER, DISPATCH), (ARRIVE, EXPERTS, COMBINE), (SUM,)
+    turns = [("a0", there), ("b0", there), ("a0", back), ("b0", back), ("a0", over), ("a1", there)]
+    turns += [("b0", over), ("a1", back), ("a1", over)]
+    assert seen == [f"{name} {stage.name}" for name, stages in turns for stage in stages]
 
 
 @pytest.mark.parametrize("world", [2, 3])

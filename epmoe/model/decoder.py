@@ -5,7 +5,7 @@ Every rank calls :meth:`Decoder.forward` in every step that any rank has work fo
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -18,10 +18,10 @@ from epmoe.model.attention import attend
 from epmoe.model.weights import ModelWeights, MoEWeights
 from epmoe.moe.exchange import Exchange
 from epmoe.moe.layer import MoELayer, gated_mlp
-from epmoe.moe.overlap import interleave
+from epmoe.moe.overlap import ATTENTION, EMBED, HEAD, MLP, Lane, Observer, Step, free_sms, open_travel, run_lanes
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.linear import linear
-from epmoe.ops.norm import add_rms_norm, rms_norm
+from epmoe.ops.norm import add_rms_norm
 from epmoe.ops.rotary import rotary_table
 from placement.plan import Plan
 
@@ -33,18 +33,20 @@ class Batch:
     Args:
         token_T: int64 token ids.
         attention: positions, cache slots, and lengths of the sequences they belong to.
-        sample_rows: int64, the rows whose next token is wanted.
+        sample_rows: int64, the rows whose next token is wanted; ``None`` is every row.
+        valid_T: bool, which rows are tokens; the others are padding, which no expert works for.  ``None``: all are.
     """
 
     token_T: torch.Tensor
     attention: AttentionBatch
-    sample_rows: torch.Tensor
+    sample_rows: torch.Tensor | None = None
+    valid_T: torch.Tensor | None = None
 
 
 class RoutingObserver(Protocol):
-    """Sees every router decision of real tokens; must not block (see ``epmoe.trace``)."""
+    """Sees every router decision of a lane, once it is through the layers; must not block (see ``epmoe.trace``)."""
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None: ...
+    def __call__(self, expert_LTK: torch.Tensor, first_row: int) -> None: ...
 
 
 class Decoder:
@@ -54,6 +56,8 @@ class Decoder:
         self.config, self.weights, self.exchange, self.tiled = config, weights, exchange, tiled
         device = weights.embed.device
         positions = config.max_position_embeddings
+        self.travel = open_travel(exchange)
+        self.timeline: Observer | None = None
         self.rotary = rotary_table(positions, config.rotary_dim, config.rope_theta, weights.embed.dtype).to(device)
         serve_LE = torch.from_numpy(plan.serve_slot_LE(exchange.comm.rank)).to(device)
         self.moe: dict[int, MoELayer] = {}
@@ -71,35 +75,46 @@ class Decoder:
         Args:
             lanes: the step's tokens, as one batch or cut in two (see ``moe.overlap``).
             cache: ``[layers, 2, KVH, blocks, block_size, d]``, this step's keys and values are written to it.
-            observe: called with each MoE layer's number (0, 1, ...), choices ``[T, K]``, and their first row in the
-                step.
+            observe: called once a lane with the choices of its MoE layers, int32 ``[L, T, K]`` (-1 on padding rows),
+                and its first row in the step.
         """
         first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
-        stages = [self._lane((n, first[n]), batch, cache, observe) for n, batch in enumerate(lanes)]
-        logits = interleave(stages)
+        num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
+        stages = [self._lane((n, first[n]), batch, cache, observe, num_sms) for n, batch in enumerate(lanes)]
+        logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _lane(
-        self, place: tuple[int, int], batch: Batch, cache: torch.Tensor, observe: RoutingObserver | None
-    ) -> Generator[None, None, torch.Tensor]:
+        self,
+        place: tuple[int, int],
+        batch: Batch,
+        cache: torch.Tensor,
+        observe: RoutingObserver | None,
+        num_sms: int = 0,
+    ) -> Lane[torch.Tensor]:
         """One lane through all layers; ``place``: its number, and its first row in the step."""
-        config, at = self.config, self.exchange.comm.at
+        config = self.config
+        chosen: list[torch.Tensor] = []
+        yield Step(EMBED, -1)
         cos_sin = self.rotary[batch.attention.position_T]
         x = functional.embedding(batch.token_T, self.weights.embed)
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.weights.layers):
-            at.layer, at.stage = index, "attention"
+            yield Step(ATTENTION, index)
             x, residual = add_rms_norm(x, residual, layer.input_norm, config.rms_norm_eps)
             x = attend(x, layer.attention, cache[index], batch.attention, cos_sin, (config, self.tiled))
             x, residual = add_rms_norm(x, residual, layer.post_norm, config.rms_norm_eps)
             if (moe := self.moe.get(index)) is None:
+                yield Step(MLP, index)
                 x = gated_mlp(x, layer.mlp, self.tiled)
                 continue
-            at.stage = "router"
-            routing = moe.route(x)
-            if observe is not None:
-                observe(config.moe_layers.index(index), routing.expert_TK, place[1])
-            x = yield from moe.stages(x, routing, place[0])
-        at.layer, at.stage = -1, "head"
-        x = (x + residual)[batch.sample_rows]
-        return linear(rms_norm(x, self.weights.final_norm, config.rms_norm_eps), self.weights.head, tiled=self.tiled)
+            x, expert_TK = yield from moe.stages(x, batch.valid_T, place[0], num_sms)
+            chosen.append(expert_TK)
+        yield Step(HEAD, -1)
+        if observe is not None:
+            expert_LTK = torch.stack(chosen)
+            observe(expert_LTK if batch.valid_T is None else expert_LTK.where(batch.valid_T[:, None], -1), place[1])
+        if batch.sample_rows is not None:
+            x, residual = x[batch.sample_rows], residual[batch.sample_rows]
+        x, _ = add_rms_norm(x, residual, self.weights.final_norm, config.rms_norm_eps)
+        return linear(x, self.weights.head, tiled=self.tiled)

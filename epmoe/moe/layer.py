@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from epmoe.model.weights import DenseMLP, MoEWeights
 from epmoe.moe.exchange import Exchange, Received
+from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SHARED, SUM, Step
 from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.experts import ExpertOptions, expert_mlp
 from epmoe.ops.linear import linear
@@ -45,18 +47,20 @@ class MoELayer:
     exchange: Exchange
     tiled: bool
 
-    def route(self, x_TD: torch.Tensor) -> Routing:
+    def route(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None) -> Routing:
+        """``valid_T``: bool, rows that are tokens; a row of padding gets slots of -1 and is sent nowhere."""
         weights = self.weights
         if self.rule.float32_logits:
             logits_TE = linear(x_TD.float(), weights.router.float(), weights.router_bias, tiled=self.tiled)
         else:
             logits_TE = linear(x_TD, weights.router, weights.router_bias, tiled=self.tiled)
         weight_TK, expert_TK = route(logits_TE, self.rule, self.top_k, weights.correction_bias)
-        return Routing(weight_TK, expert_TK, self.serve_slot_E[expert_TK.long()])
+        slot_TK = self.serve_slot_E[expert_TK]
+        return Routing(weight_TK, expert_TK, slot_TK if valid_T is None else slot_TK.where(valid_T[:, None], -1))
 
-    def experts(self, received: Received) -> torch.Tensor:
-        """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order."""
-        options = ExpertOptions(deterministic=self.tiled)
+    def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
+        """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order; ``num_sms``: see ``ExpertOptions``."""
+        options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled)
         return expert_mlp(received.rows_RD, received.index, self.weights.experts, options)
 
     def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:
@@ -69,19 +73,28 @@ class MoELayer:
             out_TD = sigmoid(linear(x_TD, weights.shared_gate, tiled=self.tiled), tiled=self.tiled) * out_TD
         return out_TD
 
-    def stages(self, x_TD: torch.Tensor, routing: Routing, lane: int) -> Generator[None, None, torch.Tensor]:
-        """The layer's output ``[T, D]`` for one lane; stops while its rows are under way (see ``moe.overlap``)."""
-        exchange, at = self.exchange, self.exchange.comm.at
+    def stages(
+        self, x_TD: torch.Tensor, valid_T: torch.Tensor | None, lane: int, num_sms: int = 0
+    ) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
+        """The layer's output ``[T, D]`` and the choices ``expert_TK`` of one lane (see ``moe.overlap``).
+
+        ``x_TD`` and the experts' output stay in hand until the lane has joined: the exchange reads them meanwhile.
+        """
+        exchange, step = self.exchange, partial(Step, layer=self.index)
+        yield step(ROUTER)
+        routing = self.route(x_TD, valid_T)
+        yield step(DISPATCH)
         sending = exchange.dispatch_begin(x_TD, routing.slot_TK, routing.weight_TK, lane)
+        yield step(SHARED)
         shared_TD = self.shared(x_TD)
-        yield
-        at.layer = self.index
+        yield step(ARRIVE)
         received, way_back = exchange.dispatch_end(sending, self.weights.experts.down.shape[0])
-        at.stage = "experts"
-        returning = exchange.combine_begin(self.experts(received), way_back)
-        yield
-        at.layer = self.index
-        return exchange.combine_end(returning, shared_TD)
+        yield step(EXPERTS)
+        out_MD = self.experts(received, num_sms)
+        yield step(COMBINE)
+        returning = exchange.combine_begin(out_MD, way_back)
+        yield step(SUM)
+        return exchange.combine_end(returning, shared_TD), routing.expert_TK
 
 
 def gated_mlp(x_TD: torch.Tensor, weights: DenseMLP, tiled: bool) -> torch.Tensor:
