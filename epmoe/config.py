@@ -20,6 +20,7 @@ from placement.plan import MoEShape
 
 MOST_REQUESTS = 1 << 16
 DTYPES = ("float32", "bfloat16", "float16")
+EXCHANGES = ("alltoall", "padded", "p2p", "auto")
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,9 @@ class EngineConfig:
         model: the checkpoint's folder.
         ranks: W.
         combine: "exact" (placement never changes a token) or "reduce" (fewer bytes, equal to rounding).
+        exchange: how rows travel: "alltoall", "padded", "p2p", or "auto" (see ``moe.open_exchange``).
+        capacity_factor: of the padded exchange, rows kept for each pair of ranks over the rows that even routing sends;
+            a step that needs more runs again with exact sizes. 0 keeps a row for every token.
         max_batch_tokens: token budget of one rank and step.
         max_requests: requests that one rank runs at once.
         max_model_len: most tokens of one request, prompt and output.
@@ -197,6 +201,7 @@ class EngineConfig:
     dtype: str = "float32"
     combine: str = "exact"
     exchange: str = "alltoall"
+    capacity_factor: float = 0.0
     deterministic: bool = False
     max_batch_tokens: int = 2048
     max_requests: int = 64
@@ -220,7 +225,7 @@ class EngineConfig:
             "device": ("cpu", "cuda"),
             "dtype": DTYPES,
             "combine": ("exact", "reduce"),
-            "exchange": ("alltoall",),
+            "exchange": EXCHANGES,
         }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
@@ -229,6 +234,8 @@ class EngineConfig:
         for key in ("ranks", "threads", "stall_seconds", *sizes):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise UserError(f"{key} is {value}; it must be at least 1")
+        if not 0 <= self.capacity_factor < float("inf"):
+            raise UserError(f"capacity_factor is {self.capacity_factor}; use 0 (a row for every token) or, say, 1.25")
         if self.probe_tokens < 0:
             raise UserError(f"probe_tokens is {self.probe_tokens}; it must be at least 0 (requests are not moved)")
         if self.record_tokens < 0:
@@ -286,8 +293,10 @@ def check_engine(engine: EngineConfig, model: ModelConfig) -> None:
 
 
 def _check_type(key: str, value: object, annotation: str) -> None:
-    kinds = {"str": str, "int": int, "bool": bool, "None": type(None)}
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "None": type(None)}
     allowed = [name.strip() for name in annotation.split("|")]
+    if "float" in allowed:
+        allowed.append("int")
     if type(value) not in [kinds[name] for name in allowed]:
         raise UserError(f"{key} is {value!r}; it must be of type {' or '.join(allowed)}")
 

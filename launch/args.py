@@ -30,7 +30,8 @@ SAMPLING = {  # option -> (SamplingParams field, type, help)
 ENGINE = {  # option -> (EngineConfig field, type, help)
     "--device": ("device", str, "cpu or cuda (default: cuda where there is a GPU)"),
     "--combine": ("combine", str, "exact: placement never changes a token; reduce: fewer bytes, equal to rounding"),
-    "--exchange": ("exchange", str, "how rows travel (default alltoall)"),
+    "--exchange": ("exchange", str, "how rows travel: alltoall (default), padded, p2p or auto"),
+    "--capacity-factor": ("capacity_factor", float, "padded: rows per pair of ranks over an even share; 0: all"),
     "--max-batch-tokens": ("max_batch_tokens", int, "token budget of a rank and step"),
     "--max-requests": ("max_requests", int, "requests a rank runs at once"),
     "--max-model-len": ("max_model_len", int, "most tokens of a request, prompt and output"),

@@ -13,7 +13,10 @@ import pytest
 import torch
 from reference import exchange_exact, exchange_reduce
 
-from epmoe.moe.exchange import AllToAll, LocalExchange, open_exchange
+from epmoe.moe.alltoall import AllToAll
+from epmoe.moe.exchange import ExchangeShape
+from epmoe.moe.local import LocalExchange
+from epmoe.moe.open_exchange import open_exchange
 from placement.plan import MoEShape, make_plan
 
 NAN = float("nan")
@@ -55,6 +58,10 @@ def layer_plan(case: Case, world: int):
     return plan
 
 
+def shape_of(case: Case, plan) -> ExchangeShape:
+    return ExchangeShape(plan.max_slots, max(case.tokens_W), case.hidden, case.top_k, case.dtype, case.combine)
+
+
 def home_tokens(case: Case, rank: int):
     """x, chosen experts (-1: padding), weights and the shared experts' output of one home rank's tokens."""
     T = case.tokens_W[rank]
@@ -82,7 +89,7 @@ def expert_row(expert: int, row: torch.Tensor) -> torch.Tensor:
 def run_case(comm, case: Case, exchange=None):
     """One layer on this rank, checked here. Returns the (token, choice) pairs this rank's experts served."""
     plan = layer_plan(case, comm.world)
-    exchange = exchange or open_exchange(comm, plan.max_slots, case.combine)
+    exchange = exchange or open_exchange(comm, shape_of(case, plan))
     x, expert, weight, add = home_tokens(case, comm.rank)
     slots = torch.from_numpy(np.append(plan.serve_slot_LE(comm.rank)[0], -1))[expert.long()].int()
     sending = exchange.dispatch_begin(x, slots, weight)
@@ -237,7 +244,7 @@ def test_corners_on_four_ranks(rank_pool, case, combine):
 def both_lanes(comm, case: Case) -> None:
     """Two micro-batches under way at once, the second one empty on some ranks."""
     plan = layer_plan(case, comm.world)
-    exchange = open_exchange(comm, plan.max_slots, case.combine)
+    exchange = open_exchange(comm, shape_of(case, plan))
     lanes = [case, replace(case, seed=case.seed + 1, tokens_W=(0, 4, 0, 2))]
     serve = torch.from_numpy(plan.serve_slot_LE(comm.rank)[0])
     tokens, sending, routes, outs = [], [], [], []
@@ -262,12 +269,12 @@ def test_two_lanes_do_not_mix(rank_pool, combine):
 
 def fan_out(comm, case: Case):
     plan = layer_plan(case, comm.world)
-    exchange = open_exchange(comm, plan.max_slots, case.combine)
+    exchange = open_exchange(comm, shape_of(case, plan))
     run_case(comm, case, exchange)
     serving = plan.serve_rank_WLE[comm.rank, 0]
     chosen = home_tokens(case, comm.rank)[1].tolist()
     ranks = [{int(serving[e]) for e in experts} for experts in chosen]
-    return exchange.sent_rows.tolist(), [sum(w in r for r in ranks) for w in range(comm.world)]
+    return exchange.traffic().rows_W.tolist(), [sum(w in r for r in ranks) for w in range(comm.world)]
 
 
 def test_a_token_is_sent_once_per_distinct_rank(rank_pool):
@@ -277,8 +284,8 @@ def test_a_token_is_sent_once_per_distinct_rank(rank_pool):
 
 def local_and_alltoall(comm, case: Case) -> None:
     plan = layer_plan(case, 1)
-    run_case(comm, case, AllToAll(comm, plan.max_slots, "exact"))
-    run_case(comm, case, LocalExchange(comm))
+    run_case(comm, case, AllToAll(comm, shape_of(case, plan)))
+    run_case(comm, case, LocalExchange(comm, shape_of(case, plan)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -289,7 +296,7 @@ def test_one_rank_has_one_answer_in_either_exchange(rank_pool, dtype):
 def swap_two_rows(comm, case: Case) -> list[bool]:
     """Whether the check of the rows, and that of the answer, see that two rows changed places."""
     plan = layer_plan(case, comm.world)
-    exchange = open_exchange(comm, plan.max_slots, case.combine)
+    exchange = open_exchange(comm, shape_of(case, plan))
     x, expert, weight, add = home_tokens(case, comm.rank)
     slots = torch.from_numpy(plan.serve_slot_LE(comm.rank)[0])[expert.long()].int()
     received, route = exchange.dispatch_end(exchange.dispatch_begin(x, slots, weight), len(plan.slots[0][comm.rank]))

@@ -25,7 +25,8 @@ from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.runner import Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.model.decoder import Decoder
-from epmoe.moe.exchange import open_exchange
+from epmoe.moe.exchange import Exchange, ExchangeShape
+from epmoe.moe.open_exchange import open_exchange
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.errors import UserError
 from placement.homes import Affinity, score_prompt
@@ -85,7 +86,7 @@ class Engine:
         local = [held[comm.rank] for held in self.plan.slots]
         dtype = getattr(torch, engine.dtype)
         weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
-        exchange = open_exchange(comm, self.plan.max_slots, engine.combine)
+        exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
         num_blocks = size_cache(self.model, engine, dtype, free_memory(comm.device))
         self.pool = BlockPool(num_blocks, engine.block_size, reuse_prefixes=not engine.record_tokens)
@@ -149,7 +150,7 @@ class Engine:
             "preemptions": self.scheduler.preemptions,
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
-            "sent_rows": self.runner.decoder.exchange.sent_rows.tolist(),
+            **exchange_report(self.runner.decoder.exchange),
         }
 
     # -- parts of a step ----------------------------------------------------------------------------------------
@@ -261,6 +262,29 @@ class Engine:
         loads = list(loads)
         loads[self.comm.rank] = RankLoad(own.queued_tokens - tokens, own.free_blocks + len(request.blocks))
         return assign_home(tokens, loads, self.engine.block_size, self.probes.take(request.id).numpy())
+
+
+def exchange_shape(engine: EngineConfig, model: ModelConfig, plan: Plan) -> ExchangeShape:
+    """What the exchange sizes its buffers from; the same on every rank."""
+    return ExchangeShape(
+        slots_per_rank=plan.max_slots,
+        max_tokens=engine.max_batch_tokens,
+        hidden=model.hidden_size,
+        top_k=model.top_k,
+        dtype=getattr(torch, engine.dtype),
+        combine=engine.combine,
+        capacity_factor=engine.capacity_factor,
+    )
+
+
+def exchange_report(exchange: Exchange) -> dict:
+    """What travelled since the start."""
+    traffic = exchange.traffic()
+    return {
+        "sent_rows": traffic.rows_W.tolist(),
+        "exchange": exchange.name,
+        "traffic": traffic.report(exchange.shape.row_bytes),
+    }
 
 
 def agreed_lanes(headers: list[Header], overlap: bool) -> int:

@@ -1,15 +1,33 @@
-"""Tokens to the ranks of their experts and back.
+"""Tokens to the ranks of their experts and back: the contract of every exchange.
 
 ::
 
-    dispatch_begin(x_TD, slot_TK, weight_TK, lane) -> Sending     dispatch_end(Sending, num_slots) -> Received, Route
-    combine_begin(out_MD, Route) -> Returning                     combine_end(Returning, add_TD)   -> y_TD
+    dispatch_begin(x_TD, slot_TK, weight_TK, lane) -> Sending      what does not need to know the other ranks
+    dispatch_send(Sending)                         -> Sending      rows start to travel
+    dispatch_end(Sending, num_slots)               -> Received, Route
+    combine_begin(out_MD, Route)                   -> Returning    expert outputs start to travel
+    combine_end(Returning, add_TD)                 -> y_TD
 
-A token is sent once per distinct rank that serves one of its choices, with the local slot of each choice there (-1:
-elsewhere).  In ``exact`` mode the expert ranks return one unweighted row per (token, choice) and the home rank
-multiplies by the routing weights and adds in choice order; in ``reduce`` mode the weights travel and each rank returns
-one weighted sum per token, added at home in ascending rank order.  The handles are frozen and carry all that the next
-call needs; nothing stays on the exchange.
+*Dispatch.*  A token is sent once per distinct rank that serves one of its choices, with the local slot of each choice
+there (-1: elsewhere, or no expert).  A choice with slot -1 is sent nowhere, also if its weight is NaN.
+
+*Combine, exact mode.*  The expert ranks return one unweighted row per (token, choice), rounded to the model dtype.
+The home rank multiplies each by its float32 routing weight and adds in ascending choice order in float32, rounds once,
+then adds ``add_TD`` in the model dtype: the same arithmetic wherever the experts lie.
+
+*Combine, reduce mode.*  The weights travel with the rows.  Each rank adds weight * row over its choices of a token, in
+ascending choice order in float32, rounded once to the model dtype: one row per (token, rank).  The home rank adds them
+in ascending rank order in float32, rounds once, then adds ``add_TD``.
+
+*Calls.*  Every rank makes every call for every MoE layer, in the same order, also with T = 0.  ``begin_step`` comes
+before the first dispatch of a step, with sizes that all ranks agreed on.  The handles are frozen and carry all that
+the next call needs; they are private to the exchange that made them, but for :class:`Received`.  Lanes 0 and 1 may be
+under way at once; within a lane the calls come in the order above.  ``dispatch_send`` returns its argument where rows
+are under way since ``dispatch_begin``; ``dispatch_end`` calls it if nobody has.  Where ``waits_for_counts`` is true it
+blocks the host until the other ranks' counts are here, so the other lane's kernels should be queued before it.
+
+*Where rows lie.*  ``Received`` has ``R_cap`` rows, of which those that no slot of the index points to are undefined
+(they may hold NaN).  So are rows of ``out_MD`` from the last pair on.  Nothing needs a count on the host.
 
 Worked example (W = 2, K = 2, two local slots a rank, so slots 0 1 | 2 3): token 0 chose slots (3, 0), token 1 chose
 (1, 0).  Rank 0 is sent both tokens with local slots (-1, 0) and (1, 0), rank 1 token 0 with (1, -1).  In exact mode
@@ -18,250 +36,165 @@ rank 0 returns three rows (token 0 choice 1; token 1 choices 0 and 1), rank 1 on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from epmoe.comm import Comm, Pending
-from epmoe.ops.combine import weighted_sum
-from epmoe.ops.moe_index import MoEIndex, build_index
+from epmoe.comm import Comm
+from epmoe.ops.moe_index import MoEIndex
 
 Combine = Literal["exact", "reduce"]
+LANES = 2
 
 
 @dataclass(frozen=True)
-class Sending:
-    """Rows on their way to the expert ranks."""
+class ExchangeShape:
+    """What buffers are sized from, the same on every rank.
 
-    payload: Pending
-    rows_W: list[int]  # rows this rank sends to each rank
-    pairs_W: list[int]  # (row, choice) pairs among them
-    received_rows_W: list[int]
-    received_pairs_W: list[int]
-    home: Home
+    Args:
+        slots_per_rank: stride of a rank in global slot numbers (``Plan.max_slots``).
+        max_tokens: token budget of one rank and step; a lane never has more.
+        combine: see the module's docstring.
+        capacity_factor: of ``padded``: rows kept for each (source, destination) over the rows that even routing
+            sends; 0 keeps a row for every token, which cannot overflow.
+    """
 
-
-@dataclass(frozen=True)
-class Home:
-    """What the home rank keeps of a dispatch to put the answer together."""
-
-    index_TJ: torch.Tensor  # int32: row of the answer for (token, choice) in exact mode, (token, rank) in reduce; or -1
-    weight_TK: torch.Tensor  # float32 routing weights
-    dtype: torch.dtype
+    slots_per_rank: int
+    max_tokens: int
     hidden: int
-    lane: int
+    top_k: int
+    dtype: torch.dtype
+    combine: Combine
+    capacity_factor: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Received:
     """Rows this rank's experts work on; M = (row, local choice) pairs sorted by local slot.
 
-    ``R_cap`` and ``M_cap`` are host ints (here exact); everything else is on the device: ``count_W`` rows from each
-    rank, ``index`` (``offset_L1``, ``row_M``, ``pos_RK``), and ``weight_RK`` in reduce mode only.
+    ``R_cap`` and ``M_cap`` are host ints that bound the rows and the pairs; everything else is on the device:
+    ``count_W`` rows from each rank (int32), ``index`` (``offset_L1``, ``row_M``, ``pos_RK``), and ``weight_RK`` in
+    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.
     """
 
     rows_RD: torch.Tensor
     R_cap: int
     M_cap: int
+    M_likely: int
     count_W: torch.Tensor
     index: MoEIndex
     weight_RK: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Route:
-    """The way back for the rows of one dispatch."""
+@dataclass
+class Traffic:
+    """Counters of one rank since the start, for reports; W entries by peer, this rank included.
 
-    received: Received
-    sending: Sending
+    ``rows_W`` rows sent on dispatch, ``pairs_W`` (token, choice) pairs among them; ``dispatch_bytes_W`` and
+    ``combine_bytes_W`` bytes on the wire, padding and metadata included; ``tokens`` dispatched.
+    """
 
+    rows_W: np.ndarray
+    pairs_W: np.ndarray
+    dispatch_bytes_W: np.ndarray
+    combine_bytes_W: np.ndarray
+    tokens: int = 0
 
-@dataclass(frozen=True)
-class Returning:
-    """Expert outputs on their way home."""
+    @staticmethod
+    def none(world: int) -> Traffic:
+        return Traffic(*(np.zeros(world, np.int64) for _ in range(4)))
 
-    payload: Pending
-    home: Home
+    def __add__(self, other: Traffic) -> Traffic:
+        mine, theirs = vars(self), vars(other)
+        return Traffic(**{key: mine[key] + theirs[key] for key in mine})
+
+    def report(self, row_bytes: int) -> dict:
+        """As JSON; ``fan_out`` is distinct ranks per token, ``padding`` the share of dispatched bytes that are no
+        hidden rows."""
+        sent, used = int(self.dispatch_bytes_W.sum()), int(self.rows_W.sum()) * row_bytes
+        return {
+            "tokens": self.tokens,
+            "rows": self.rows_W.tolist(),
+            "pairs": self.pairs_W.tolist(),
+            "dispatch_bytes": self.dispatch_bytes_W.tolist(),
+            "combine_bytes": self.combine_bytes_W.tolist(),
+            "fan_out": int(self.rows_W.sum()) / max(self.tokens, 1),
+            "padding": 1 - used / sent if sent else 0.0,
+        }
 
 
 class Exchange(Protocol):
-    """The contract; ``sent_rows`` counts the rows sent to each rank since the start (read for reports only)."""
+    """The contract.
 
-    comm: Comm
-    sent_rows: np.ndarray
-
-    def dispatch_begin(
-        self, x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, lane: int = 0
-    ) -> Sending | Local: ...
-
-    def dispatch_end(self, sending, num_slots: int) -> tuple[Received, Route | Local]: ...
-
-    def combine_begin(self, out_MD: torch.Tensor, route) -> Returning | Local: ...
-
-    def combine_end(self, returning, add_TD: torch.Tensor | None = None) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class Local:
-    """Handle of :class:`LocalExchange` in every stage; later stages fill the later fields."""
-
-    rows_TD: torch.Tensor
-    slot_TK: torch.Tensor
-    weight_TK: torch.Tensor
-    pos_TK: torch.Tensor | None = None
-    out_MD: torch.Tensor | None = None
-
-
-class LocalExchange:
-    """One rank: nothing travels.  The answer's rows are the experts' rows, so both combine modes are the same sum."""
-
-    def __init__(self, comm: Comm) -> None:
-        assert comm.world == 1, f"{comm.world} ranks need an exchange that reaches them"
-        self.comm = comm
-        self.sent_rows = np.zeros(1, np.int64)
-
-    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Local:
-        self.sent_rows += len(x_TD)
-        return Local(x_TD, slot_TK, weight_TK)
-
-    def dispatch_end(self, sending: Local, num_slots: int) -> tuple[Received, Local]:
-        rows_TD, index = sending.rows_TD, build_index(sending.slot_TK, num_slots)
-        T, K = sending.slot_TK.shape
-        received = Received(rows_TD, T, T * K, torch.tensor([T]), index, None)
-        return received, replace(sending, pos_TK=index.pos_RK)
-
-    def combine_begin(self, out_MD: torch.Tensor, route: Local) -> Local:
-        return replace(route, out_MD=out_MD)
-
-    def combine_end(self, returning: Local, add_TD: torch.Tensor | None = None) -> torch.Tensor:
-        return weighted_sum(returning.out_MD, returning.pos_TK, returning.weight_TK, add_TD)
-
-
-def open_exchange(comm: Comm, slots_per_rank: int, combine: Combine) -> Exchange:
-    """The exchange for this many ranks."""
-    return LocalExchange(comm) if comm.world == 1 else AllToAll(comm, slots_per_rank, combine)
-
-
-class AllToAll:
-    """Exact sizes on any backend: counts in one collective, rows and metadata as bytes in another, one to combine.
-
-    Args:
-        comm: this rank's groups.
-        slots_per_rank: stride of a rank in global slot numbers (``Plan.max_slots``).
-        combine: see the module's docstring.
+    Attributes:
+        comm, shape: this rank's groups, and what the exchange was opened for.
+        name: "local", "alltoall", "padded" or "p2p"; of a choice by size, the one of the present step.
+        capturable: the calls between ``begin_step`` and the end of a step may be captured in a CUDA graph and replayed
+            after ``begin_step`` with the same arguments.
+        waits_for_counts: ``dispatch_send`` blocks the host.
+        may_overflow: the present step may drop rows; ``overflowed`` then says so, and the step must run again after
+            ``begin_step(tokens, exact=True)`` before anything of it counts.
+        buffer_bytes: held for the engine's life, allocated when the exchange is opened.
     """
 
-    def __init__(self, comm: Comm, slots_per_rank: int, combine: Combine) -> None:
-        self.comm = comm
-        self.slots_per_rank = slots_per_rank
-        self.combine = combine
-        self.sent_rows = np.zeros(comm.world, np.int64)
+    comm: Comm
+    shape: ExchangeShape
+    name: str
+    capturable: bool
+    waits_for_counts: bool
+    may_overflow: bool
+    buffer_bytes: int
 
-    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Sending:
-        """Start sending ``x_TD`` to the ranks that serve ``slot_TK``.
+    def begin_step(self, tokens: int, exact: bool = False) -> None:
+        """All ranks agreed that no lane of any rank has more than ``tokens`` tokens in this step.
 
         Args:
-            x_TD: hidden rows in the model dtype.
-            slot_TK: int32 global slot of each choice; -1 is no expert (padding) and is sent nowhere.
-            weight_TK: float32 routing weights.
+            exact: sizes that cannot overflow (a step that runs again).
         """
-        comm, reduce = self.comm, self.combine == "reduce"
-        comm.at.stage = "dispatch"
-        rank_TK = torch.div(slot_TK, self.slots_per_rank, rounding_mode="floor")
-        hit_TW = _ranks_hit(rank_TK, comm.world)
-        dest_R, token_R = hit_TW.T.nonzero(as_tuple=True)
-        here_RK = rank_TK[token_R] == dest_R[:, None]
-        local_RK = torch.where(here_RK, slot_TK[token_R] % self.slots_per_rank, -1).int()
-        columns = [x_TD[token_R], local_RK] + ([weight_TK[token_R]] if reduce else [])
-        sizes_W2 = torch.stack((hit_TW.sum(0), torch.bincount(rank_TK[rank_TK >= 0], minlength=comm.world)), 1)
-        theirs_W2 = comm.all_to_all(sizes_W2, [1] * comm.world, [1] * comm.world).wait()
-        rows_W, pairs_W = sizes_W2.T.tolist()
-        received_rows_W, received_pairs_W = theirs_W2.T.tolist()
-        self.sent_rows += rows_W
-        payload = comm.all_to_all(_pack(columns), rows_W, received_rows_W)
-        index_TJ = _rank_index(hit_TW) if reduce else _choice_index(rank_TK)
-        home = Home(index_TJ, weight_TK, x_TD.dtype, x_TD.shape[1], lane)
-        return Sending(payload, rows_W, pairs_W, received_rows_W, received_pairs_W, home)
+        ...
 
-    def dispatch_end(self, sending: Sending, num_slots: int) -> tuple[Received, Route]:
-        """Wait for the rows and index them by local slot (this rank has ``num_slots`` of them in this layer)."""
-        self.comm.at.stage = "dispatch"
-        top_k = sending.home.weight_TK.shape[1]
-        buffer = sending.payload.wait()
-        widths = [(sending.home.dtype, sending.home.hidden), (torch.int32, top_k)]
-        if self.combine == "reduce":
-            widths.append((torch.float32, top_k))
-        rows_RD, local_RK, *weight = _unpack(buffer, widths)
-        received = Received(
-            rows_RD=rows_RD.contiguous(),
-            R_cap=len(buffer),
-            M_cap=sum(sending.received_pairs_W),
-            count_W=torch.tensor(sending.received_rows_W, device=buffer.device),
-            index=build_index(local_RK.contiguous(), num_slots),
-            weight_RK=weight[0].contiguous() if weight else None,
-        )
-        return received, Route(received, sending)
+    def overflowed(self) -> torch.Tensor | None:
+        """bool ``[1]`` on the device, the same on all ranks: rows were dropped since ``begin_step``; None: never."""
+        ...
 
-    def combine_begin(self, out_MD: torch.Tensor, route: Route) -> Returning:
-        """Start returning expert outputs (``[M, D]``, model dtype, unweighted) to the home ranks."""
-        self.comm.at.stage = "combine"
-        received, sending = route.received, route.sending
-        pos_RK = received.index.pos_RK
-        if self.combine == "exact":
-            rows = out_MD[pos_RK[pos_RK >= 0].long()]
-            payload = self.comm.all_to_all(rows, sending.received_pairs_W, sending.pairs_W)
-        else:
-            rows = weighted_sum(out_MD, pos_RK, received.weight_RK)
-            payload = self.comm.all_to_all(rows, sending.received_rows_W, sending.rows_W)
-        return Returning(payload, sending.home)
+    def dispatch_begin(self, x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, lane: int = 0) -> Any:
+        """Args: hidden rows in the model dtype; int32 global slot of each choice or -1; float32 routing weights."""
+        ...
 
-    def combine_end(self, returning: Returning, add_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """The MoE layer's output ``[T, D]``: the routed sum, rounded once, plus ``add_TD`` (shared experts)."""
-        self.comm.at.stage = "combine"
-        home = returning.home
-        weight_TK = home.weight_TK if self.combine == "exact" else None
-        return weighted_sum(returning.payload.wait(), home.index_TJ, weight_TK, add_TD)
+    def dispatch_send(self, sending: Any) -> Any: ...
+
+    def dispatch_end(self, sending: Any, num_slots: int) -> tuple[Received, Any]:
+        """Args: ``num_slots``: this rank's slots in this layer."""
+        ...
+
+    def combine_begin(self, out_MD: torch.Tensor, route: Any) -> Any:
+        """Args: expert outputs in pair order, model dtype, unweighted."""
+        ...
+
+    def combine_end(self, returning: Any, add_TD: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def traffic(self) -> Traffic:
+        """Counters since the start; waits for the device."""
+        ...
 
 
-def _ranks_hit(rank_TK: torch.Tensor, world: int) -> torch.Tensor:
+def ranks_of(slot_TK: torch.Tensor, slots_per_rank: int) -> torch.Tensor:
+    """The rank of each choice's slot; -1 for no expert."""
+    return torch.div(slot_TK, slots_per_rank, rounding_mode="floor")
+
+
+def ranks_hit(rank_TK: torch.Tensor, world: int) -> torch.Tensor:
     """bool ``[T, W]``: the ranks that serve at least one choice of a token."""
     hit = torch.zeros((rank_TK.shape[0], world + 1), dtype=torch.bool, device=rank_TK.device)
     return hit.scatter_(1, rank_TK.long() + 1, True)[:, 1:]  # column 0 collects the choices that go nowhere
 
 
-def _choice_index(rank_TK: torch.Tensor) -> torch.Tensor:
-    """int32 ``[T, K]``: row of each (token, choice) in the answer, which comes in (rank, token, choice) order."""
-    flat = rank_TK.flatten()
-    order = torch.argsort(flat, stable=True)  # choices that go nowhere (-1) come first
-    nowhere = (flat < 0).sum()
-    index = torch.empty_like(flat, dtype=torch.int64)
-    index[order] = torch.arange(flat.numel(), device=flat.device) - nowhere
-    return index.clamp(min=-1).int().view_as(rank_TK)
-
-
-def _rank_index(hit_TW: torch.Tensor) -> torch.Tensor:
-    """int32 ``[T, W]``: row of each (token, rank) in the answer, which comes in (rank, token) order; -1: none."""
-    flat = hit_TW.T.flatten()
-    return torch.where(flat, flat.cumsum(0) - 1, -1).int().view(hit_TW.shape[1], -1).T
-
-
-def _pack(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of several tensors side by side as bytes, padded to 16 so that any dtype can be viewed in place."""
-    widths = [(column.dtype, column.shape[1]) for column in columns]
-    size = sum(width * dtype.itemsize for dtype, width in widths)
-    buffer = torch.zeros((len(columns[0]), size + -size % 16), dtype=torch.uint8, device=columns[0].device)
-    for view, column in zip(_unpack(buffer, widths), columns):
-        view.copy_(column)
-    return buffer
-
-
-def _unpack(buffer: torch.Tensor, widths: list[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
-    """Views of the packed columns; the inverse of :func:`_pack`."""
-    out, start = [], 0
-    for dtype, width in widths:
-        size = width * dtype.itemsize
-        out.append(buffer[:, start : start + size].view(dtype))
-        start += size
-    return out
+def pairs_likely(tokens: int, top_k: int) -> int:
+    """Pairs a rank's experts see when every rank has ``tokens`` tokens and routing is even."""
+    return max(tokens * top_k, 1)

@@ -1,0 +1,67 @@
+"""The exchange of one rank: nothing travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from epmoe.comm import Comm
+from epmoe.moe.exchange import ExchangeShape, Received, Traffic
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.moe_index import build_index
+
+
+@dataclass(frozen=True)
+class Local:
+    """Handle of :class:`LocalExchange` in every stage; later stages fill the later fields."""
+
+    rows_TD: torch.Tensor
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    pos_TK: torch.Tensor | None = None
+    out_MD: torch.Tensor | None = None
+
+
+class LocalExchange:
+    """The answer's rows are the experts' rows, so both combine modes are the same sum."""
+
+    name = "local"
+    capturable = True
+    waits_for_counts = may_overflow = False
+    buffer_bytes = 0
+
+    def __init__(self, comm: Comm, shape: ExchangeShape) -> None:
+        assert comm.world == 1, f"{comm.world} ranks need an exchange that reaches them"
+        self.comm, self.shape = comm, shape
+        self._traffic = Traffic.none(1)
+
+    def begin_step(self, tokens: int, exact: bool = False) -> None:
+        pass
+
+    def overflowed(self) -> None:
+        return None
+
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Local:
+        self._traffic.tokens += len(x_TD)
+        return Local(x_TD, slot_TK, weight_TK)
+
+    def dispatch_send(self, sending: Local) -> Local:
+        return sending
+
+    def dispatch_end(self, sending: Local, num_slots: int) -> tuple[Received, Local]:
+        rows_TD, index = sending.rows_TD, build_index(sending.slot_TK, num_slots)
+        T, K = sending.slot_TK.shape
+        count_W = torch.full((1,), T, dtype=torch.int32, device=rows_TD.device)
+        return Received(rows_TD, T, T * K, T * K, count_W, index, None), replace(sending, pos_TK=index.pos_RK)
+
+    def combine_begin(self, out_MD: torch.Tensor, route: Local) -> Local:
+        return replace(route, out_MD=out_MD)
+
+    def combine_end(self, returning: Local, add_TD: torch.Tensor | None = None) -> torch.Tensor:
+        return weighted_sum(returning.out_MD, returning.pos_TK, returning.weight_TK, add_TD)
+
+    def traffic(self) -> Traffic:
+        self._traffic.rows_W[0] = self._traffic.tokens
+        self._traffic.pairs_W[0] = self._traffic.tokens * self.shape.top_k
+        return self._traffic
