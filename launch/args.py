@@ -86,12 +86,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     for option, (_, kind, text) in SAMPLING.items():
         group.add_argument(option, type=kind, help=text)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    group.add_argument(
+        "--stop-token-id", action="append", default=[], type=int, metavar="ID", help="ends the output; may be repeated"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What was given; greedy and 64 tokens where nothing was."""
     fields = {"max_tokens": 64, "temperature": 0.0, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    fields["stop_token_ids"] = tuple(args.stop_token_id)
     return SamplingParams.from_dict(fields | _given(args, SAMPLING))
 
 

@@ -61,9 +61,10 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         exit_code = run_all(requests, completions, params, progress, drain)
         seconds = time.perf_counter() - started
         stats = session.stop()
+    unwritten = None
     if args.json:
-        write_results(args.json, [_entry(completion, params) for completion in completions])
-    else:
+        unwritten = write_results(args.json, [_entry(completion, params) for completion in completions])
+    if unwritten or not args.json:
         _print_texts(completions)
     recorded = None
     if args.record_trace:
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
         print(recording.save(recorded, args.record_trace))
     print(summary(RunReport(engine, args.placement, plan, trace, completions, seconds, ready, stats, recorded)))
+    if unwritten:
+        raise UserError(unwritten)
     return exit_code
 
 

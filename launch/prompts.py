@@ -86,11 +86,13 @@ def _as_prompt(value: object, where: str) -> Prompt:
     raise UserError(f"{where} is {type(value).__name__}; give a string, a list of token ids, or an object with either")
 
 
-def write_results(path: str, results: list[dict]) -> None:
+def write_results(path: str, results: list[dict]) -> str | None:
+    """Write the file; what went wrong if it could not be written (the texts must then go elsewhere)."""
     try:
         Path(path).write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write results to {path}: {error.strerror}; give a writable path") from None
+        return f"cannot write results to {path}: {error.strerror}; the texts were printed instead, give a writable path"
+    return None
 
 
 def require_writable(path: str) -> None:

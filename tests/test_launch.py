@@ -362,6 +362,17 @@ def test_a_rank_that_is_done_does_not_fail_in_tear_down(model, tmp_path, monkeyp
     assert main([*argv, "--max-tokens", "2"]) == 0, capsys.readouterr().err
 
 
+def test_a_stop_token_ends_the_output_and_a_full_disk_loses_nothing(spawned, model, prompts, capsys):
+    _, results = spawned
+    want = results[0]["token_ids"]
+    stop = ["--stop-token-id", str(want[2])]
+    assert main([*_generate(model, prompts, "/dev/full"), *stop]) == 2
+    out, err = capsys.readouterr()
+    assert "/dev/full" in err and "No space left" in err and err.count("error") == 1
+    first = out.split("=== ")[1]
+    assert first == f"the token goes\n{tiny_tokenizer().decode(want[:3], skip_special_tokens=True)}\n\n"
+
+
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):
     run = Run(tmp_path / "run", *_generate(model, prompts, tmp_path / "out.json"), torchrun=2)
     _, results = _finished(run, tmp_path)
