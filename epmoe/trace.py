@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from epmoe.ops.expert_counts import count_experts
 from placement.plan import MoEShape
 from placement.trace import id_dtype
 
@@ -16,28 +17,31 @@ if TYPE_CHECKING:
     from epmoe.engine.request import Request
     from epmoe.engine.scheduler import Chunk
 
-Observe = Callable[[int, torch.Tensor, int], None]  # MoE layer, choices [T, K], their first row in the step
+Observe = Callable[[torch.Tensor, int], None]  # choices [L, T, K], -1 on padding rows; their first row in the step
 
 
 def observe_all(observers: list[Observe]) -> Observe:
-    """One observer that hands each layer's choices to all of them."""
+    """One observer that hands a lane's choices to all of them."""
 
-    def observe(moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
+    def observe(expert_LTK: torch.Tensor, first_row: int) -> None:
         for each in observers:
-            each(moe_layer, expert_TK, first_row)
+            each(expert_LTK, first_row)
 
     return observe
 
 
 class ExpertLoads:
-    """(token, choice) pairs per (MoE layer, expert) on this home rank, counted on the device."""
+    """(token, choice) pairs per (MoE layer, expert) on this home rank, counted on the device.
+
+    ``active_L``: experts that were chosen at all, summed over the lanes that were run.
+    """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.load_LE = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
+        self.active_L = torch.zeros(num_layers, dtype=torch.int64, device=device)
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
-        flat = expert_TK.flatten().long()
-        self.load_LE[moe_layer].index_add_(0, flat, torch.ones_like(flat))
+    def __call__(self, expert_LTK: torch.Tensor, first_row: int) -> None:
+        count_experts(expert_LTK, self.load_LE, self.active_L)
 
 
 @dataclass
@@ -52,7 +56,7 @@ class _Sequence:
 class RoutingRecorder:
     """The experts that the tokens of this rank's requests chose, each (request, position) once.
 
-    As an observer it copies the choices of every layer into one buffer on the device.  :meth:`keep`, once the step is
+    As an observer it copies a lane's choices into one buffer on the device.  :meth:`keep`, once the step is
     launched, takes the columns of new positions and starts their copy to the host; a position that is computed again
     after a preemption chooses as before and is left out.  Once ``limit`` tokens are held it stops: the sequences then
     under way end there, later ones are not recorded.  Prefix reuse must be off: reused positions run no router.
@@ -72,8 +76,8 @@ class RoutingRecorder:
     def full(self) -> bool:
         return self._room == 0
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
-        self._step_LTK[moe_layer, first_row : first_row + len(expert_TK)].copy_(expert_TK)
+    def __call__(self, expert_LTK: torch.Tensor, first_row: int) -> None:
+        self._step_LTK[:, first_row : first_row + expert_LTK.shape[1]].copy_(expert_LTK)
 
     def keep(self, chunks: list[Chunk]) -> None:
         """Hold on to the new positions of the step just launched with ``chunks``."""

@@ -106,15 +106,17 @@ def test_recorder_keeps_each_position_once(device, experts, dtype):
     steps = [[(a, 0, 4)], [(a, 4, 2), (b, 0, 2)], [(a, 0, 7), (b, 2, 1)], [(a, 7, 1), (b, 3, 1)], [(a, 8, 1)], []]
     again = False
     for step in steps:
-        for layer in range(2):
-            rows = [
+        layers = [
+            [
                 (100 * layer + 20 * (r.id == 3) + p if not (again and p < 6) else experts - 1, experts - 2)
                 for r, start, count in step
                 for p in range(start, start + count)
             ]
-            expert_TK = torch.tensor([*rows, (0, 1)], dtype=torch.int32, device=device)  # the last one is padding
-            recorder(layer, expert_TK[:1], 0)  # in two lanes
-            recorder(layer, expert_TK[1:], 1)
+            for layer in range(2)
+        ]
+        expert_LTK = torch.tensor([[*rows, (-1, -1)] for rows in layers], dtype=torch.int32, device=device)  # padded
+        recorder(expert_LTK[:, :1], 0)  # in two lanes
+        recorder(expert_LTK[:, 1:], 1)
         recorder.keep([FakeChunk(*chunk) for chunk in step])
         again = len(step) == 2 and step[0][2] == 2
     found = {number: (tokens, ids) for number, tokens, ids in recorder.sequences()}

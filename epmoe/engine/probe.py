@@ -35,10 +35,11 @@ class ProbeScores:
                 self._spans.append((chunk.request.id, row, row + chunk.count))
             row += chunk.count
 
-    def __call__(self, moe_layer: int, expert_TK: torch.Tensor, first_row: int) -> None:
+    def __call__(self, expert_LTK: torch.Tensor, first_row: int) -> None:
+        layer_L11 = torch.arange(len(expert_LTK), device=expert_LTK.device)[:, None, None]
         for number, start, stop in self._spans:
-            span_TK = expert_TK[max(start - first_row, 0) : max(stop - first_row, 0)]
-            score_W = self._table_LEW[moe_layer][span_TK.long()].sum((0, 1))
+            span_LtK = expert_LTK[:, max(start - first_row, 0) : max(stop - first_row, 0)].long()
+            score_W = self._table_LEW[layer_L11, span_LtK].sum((0, 1, 2))
             self._score[number] = self._score.get(number, 0) + score_W
 
     def take(self, number: int) -> torch.Tensor:
