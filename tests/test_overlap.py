@@ -14,7 +14,7 @@ from epmoe.comm import Comm, Position
 from epmoe.config import ModelConfig
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.scheduler import Chunk, split_lanes
-from epmoe.moe.overlap import ARRIVE, ATTENTION, COMBINE, DISPATCH, EXPERTS, HEAD, ROUTER, SUM, Step, run_lanes
+from epmoe.moe.overlap import ARRIVE, ATTENTION, COMBINE, DISPATCH, EXPERTS, HEAD, ROUTER, SEND, SUM, Step, run_lanes
 from placement.plan import plan_from_ranks
 
 
@@ -44,7 +44,7 @@ def test_lanes_keep_the_turn_until_they_need_their_rows():
 
     def lane(name: str, layers: int):
         for layer in range(layers):
-            for stage in (ATTENTION, ROUTER, DISPATCH, ARRIVE, EXPERTS, COMBINE, SUM):
+            for stage in (ATTENTION, ROUTER, DISPATCH, SEND, ARRIVE, EXPERTS, COMBINE, SUM):
                 yield Step(stage, layer)
                 assert (at.layer, at.stage) == (layer, stage.name)
                 seen.append(f"{name}{layer} {stage.name}")
@@ -52,7 +52,7 @@ def test_lanes_keep_the_turn_until_they_need_their_rows():
         return name
 
     assert run_lanes([lane("a", 2), lane("b", 1), lane("c", 0)], at) == ["a", "b", "c"]
-    there, back, over = (ATTENTION, ROUTER, DISPATCH), (ARRIVE, EXPERTS, COMBINE), (SUM,)
+    there, back, over = (ATTENTION, ROUTER, DISPATCH), (SEND, ARRIVE, EXPERTS, COMBINE), (SUM,)
     turns = [("a0", there), ("b0", there), ("a0", back), ("b0", back), ("a0", over), ("a1", there)]
     turns += [("b0", over), ("a1", back), ("a1", over)]
     assert seen == [f"{name} {stage.name}" for name, stages in turns for stage in stages]

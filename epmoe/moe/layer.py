@@ -10,7 +10,7 @@ import torch
 
 from epmoe.model.weights import DenseMLP, MoEWeights
 from epmoe.moe.exchange import Exchange, Received
-from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SHARED, SUM, Step
+from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SEND, SHARED, SUM, Step
 from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.experts import ExpertOptions, expert_mlp
 from epmoe.ops.linear import linear
@@ -85,8 +85,13 @@ class MoELayer:
         routing = self.route(x_TD, valid_T)
         yield step(DISPATCH)
         sending = exchange.dispatch_begin(x_TD, routing.slot_TK, routing.weight_TK, lane)
+        if not exchange.waits_for_counts:
+            sending = exchange.dispatch_send(sending)
         yield step(SHARED)
         shared_TD = self.shared(x_TD)
+        if exchange.waits_for_counts:
+            yield step(SEND)
+            sending = exchange.dispatch_send(sending)
         yield step(ARRIVE)
         received, way_back = exchange.dispatch_end(sending, self.weights.experts.down.shape[0])
         yield step(EXPERTS)

@@ -11,9 +11,11 @@ that travels on its own stream, a layer of two lanes reads, time from left to ri
 issue and only the rows travel beside it.  Every rank runs the same number of lanes in a step (they agree on it
 before), so the order of collectives is the same on all of them; a lane may be empty.
 
-Memory.  Every stretch of travelling stages begins by waiting for all the compute issued before it, and a stage that
-joins waits for its lane's last stretch.  So what was allocated on the travel stream may be dropped at any time, and
-what was allocated on the compute stream and is read by a travelling stage must be held until the lane's next join.
+Memory.  A stretch of travelling stages begins by waiting for all the compute issued before it (but for ``send``, which
+only goes on with what is on that stream), and a stage that joins waits for its lane's last stretch.  So what was
+allocated on the travel stream may be dropped at any time: a lane lets go after ``sum``, and its next stretch starts
+behind that.  What was allocated on the compute stream and is read by a travelling stage must be held until the lane's
+next join.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """``travels``: on the exchange's stream.  ``joins``: needs what its lane sent last, so other lanes go first."""
+    """``travels``: on the exchange's stream.  ``joins``: needs what its lane sent last, so other lanes go first (once
+    before several in a row)."""
 
     name: str
     travels: bool = False
@@ -48,6 +51,7 @@ MLP = Stage("mlp")  # of a dense layer
 ROUTER = Stage("router", travels=True)
 DISPATCH = Stage("dispatch", travels=True)
 SHARED = Stage("shared")
+SEND = Stage("send", travels=True, joins=True)  # where the rows' sizes come with the other ranks' counts
 ARRIVE = Stage("arrive", joins=True)  # of the dispatched rows
 EXPERTS = Stage("experts")
 COMBINE = Stage("combine", travels=True)
@@ -130,18 +134,19 @@ def _take_turn(lane: _Running, at: Position, travel: torch.cuda.Stream | None, o
         if travel is None:
             _issue(lane, observer)
         elif step.stage.travels:
+            if not step.stage.joins:
+                travel.wait_stream(torch.cuda.current_stream())
             _issue_stretch(lane, at, travel, observer)
         else:
             if step.stage.joins and lane.sent is not None:
                 torch.cuda.current_stream().wait_event(lane.sent)
             _issue(lane, observer)
-        if lane.step.stage.joins:
+        if lane.step.stage.joins and not step.stage.joins:
             return
 
 
 def _issue_stretch(lane: _Running, at: Position, travel: torch.cuda.Stream, observer: Observer | None) -> None:
-    """Travelling steps in a row, behind the compute issued so far."""
-    travel.wait_stream(torch.cuda.current_stream())
+    """Travelling steps in a row."""
     with torch.cuda.stream(travel):
         while lane.step.stage.travels:
             at.stage = lane.step.stage.name
