@@ -1,10 +1,12 @@
 """The experts' MLP on block-scaled 8-bit weights, with activations quantised on the way.
 
 Weights of a layer: ``gate_up`` float8 ``[L, 2F, D]``, interleaved as everywhere, with ``gate_up_scale`` float32
-``[L, 2, F / 128, D / 128]`` (gate, then up); ``down`` float8 ``[L, D, F]`` with ``down_scale`` ``[L, D / 128, F / 128]``.
-D and F are multiples of 128.  The arithmetic: rows are quantised in runs of 128 columns, each step of 128 along the
-reduction is summed by the tensor cores, scaled, and added in float32; the activated values are quantised in runs of
-128 features straight from the accumulators, never rounded to the model dtype.
+``[L, 2, F / 128, D / 128]`` (gate, then up); ``down`` float8 ``[L, D, F]`` with ``down_scale`` float32
+``[L, D / 128, F / 128]``.  D and F are multiples of 128.
+
+The arithmetic: rows are quantised in runs of 128 columns; each step of 128 along the reduction is summed by the tensor
+cores, scaled, and added in float32; the activated values are quantised in runs of 128 features straight from the
+accumulators, never rounded to the model dtype.
 
 A tile has 128 or 256 weight rows in halves of 128 with accumulators of their own: the tensor cores' sum of one step
 then needs registers for one half only.
@@ -26,6 +28,8 @@ from epmoe.ops.launch import pdl_options, sm_count, wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex, with_block_rows
 from epmoe.ops.tiles import PINNED_ROWS, Choice
 
+DEFAULT = ExpertOptions()
+
 
 class Fp8ExpertWeights(Protocol):
     gate_up: torch.Tensor
@@ -43,7 +47,7 @@ def dequantize_gate_up(weights: Fp8ExpertWeights, slot: int) -> torch.Tensor:
 
 
 def expert_mlp_fp8_ref(
-    rows_RD: torch.Tensor, index: MoEIndex, weights: Fp8ExpertWeights, options: ExpertOptions = ExpertOptions()
+    rows_RD: torch.Tensor, index: MoEIndex, weights: Fp8ExpertWeights, options: ExpertOptions = DEFAULT
 ) -> torch.Tensor:
     """Unweighted expert outputs ``[M, D]`` in pair order, by float32 products of dequantised values."""
     bounds = index.offset_L1.tolist()
@@ -120,7 +124,7 @@ def gate_up_fp8_kernel(
         low, high = zeros(ROWS, 128, SWAP), zeros(ROWS, 128, SWAP)
         x_scale = tl.load(x_scale_ptrs, mask=live, other=0.0)
         gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
-        for step in range(0, steps):
+        for step in range(steps):
             rows = tl.load(x_ptrs, mask=live[:, None], other=0.0)
             # The next step's scales are under way while this step multiplies.
             ahead = tl.minimum(step + 1, steps - 1)
@@ -180,7 +184,7 @@ def down_fp8_kernel(
         high = zeros(ROWS, 128, SWAP)
         act_scale = tl.load(act_scale_ptrs, mask=live, other=0.0)
         low_scale, high_scale = tl.load(low_ptr), tl.load(high_ptr)
-        for step in range(0, steps):
+        for step in range(steps):
             rows = act.load([first, step * 128])
             ahead = tl.minimum(step + 1, steps - 1)
             next_act_scale = tl.load(act_scale_ptrs + ahead, mask=live, other=0.0)
@@ -278,7 +282,7 @@ def expert_mlp_fp8_triton(
     rows_RD: torch.Tensor,
     index: MoEIndex,
     weights: Fp8ExpertWeights,
-    options: ExpertOptions = ExpertOptions(),
+    options: ExpertOptions = DEFAULT,
     choice: Choice | None = None,
 ) -> torch.Tensor:
     """`expert_mlp_fp8_ref` in three kernels, without a host synchronisation."""
