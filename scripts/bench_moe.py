@@ -31,16 +31,10 @@ from epmoe.ops.experts_sparse import vector_down, vector_gate_up  # noqa: E402
 from epmoe.ops.gate_up_gemm import gate_up_triton  # noqa: E402
 from epmoe.ops.moe_index import block_rows, build_index_triton  # noqa: E402
 from epmoe.ops.router import route_triton  # noqa: E402
+from epmoe.ops.tile_candidates import CANDIDATES, VECTORS  # noqa: E402
 from epmoe.ops.tiles import Choice, choose  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
-from scripts.moe_bench_checks import (  # noqa: E402
-    CANDIDATES,
-    LIMIT,
-    VECTORS,
-    check_cases,
-    check_invariance,
-    compile_all,
-)
+from scripts.moe_bench_checks import LIMIT, check_cases, check_invariance, compile_all  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
 

@@ -14,30 +14,13 @@ from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts import ExpertOptions
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up
 from epmoe.ops.gate_up_gemm import gate_up_triton
-from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import build_index_triton
 from epmoe.ops.router import route_triton
+from epmoe.ops.tile_candidates import CANDIDATES, VECTORS
 from epmoe.ops.tiles import PINNED, PINNED_ROWS, Choice, choose
 from scripts import moe_bench_lib as lib
 
 LIMIT = 1e-2
-CANDIDATES = (
-    (16, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (16, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
-    (16, TileConfig(128, 64, 4, 4, 3, swap=True)),
-    (16, TileConfig(128, 64, 4, 5, 2, swap=True, flatten=True)),
-    (32, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (32, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (32, TileConfig(128, 64, 4, 3, 3, swap=True)),
-    (64, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (64, TileConfig(256, 64, 8, 4, 1, flatten=True)),
-    (128, TileConfig(256, 64, 8, 3, 1, flatten=True)),
-    (128, TileConfig(256, 64, 8, 3, 1, flatten=True, group=16)),
-    (128, TileConfig(256, 64, 8, 4, 1, group=16)),
-    (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
-    (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),
-)
-VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (2, 1024, 2), (4, 2048, 8))
 
 
 def compile_one(task: tuple) -> str:

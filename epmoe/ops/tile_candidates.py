@@ -1,0 +1,32 @@
+"""Tiles worth measuring: what ``epmoe tune`` and scripts/bench_moe.py choose from."""
+
+from __future__ import annotations
+
+from epmoe.ops.grouped_gemm import TileConfig
+from epmoe.ops.moe_index import block_rows
+
+# Rows of a block, and one GEMM's tiles; both GEMMs of a layer share the blocks.
+CANDIDATES = (
+    (16, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
+    (16, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
+    (16, TileConfig(128, 64, 4, 4, 3, swap=True)),
+    (16, TileConfig(128, 64, 4, 5, 2, swap=True, flatten=True)),
+    (32, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
+    (32, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
+    (32, TileConfig(128, 64, 4, 3, 3, swap=True)),
+    (64, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
+    (64, TileConfig(256, 64, 8, 4, 1, flatten=True)),
+    (128, TileConfig(256, 64, 8, 3, 1, flatten=True)),
+    (128, TileConfig(256, 64, 8, 3, 1, flatten=True, group=16)),
+    (128, TileConfig(256, 64, 8, 4, 1, group=16)),
+    (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
+    (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),
+)
+# (cols, depth, warps) of a vector kernel.
+VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (2, 1024, 2), (4, 2048, 8))
+
+
+def candidates(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
+    """(rows, tiles) of one GEMM for ``pairs`` pairs over ``slots`` slots: blocks near the mean number of pairs."""
+    now = block_rows(pairs, slots)
+    return [(rows, config) for rows, config in CANDIDATES if now // 2 <= rows <= max(now * 2, 32)]
