@@ -41,16 +41,34 @@ class Comm:
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     at: Position = field(default_factory=Position)
+    on_nccl: bool = False  # rows travel on NCCL
 
     def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Pending:
         """Start an exchange of rows: ``send[w]`` rows of ``rows`` go to rank w, ``receive[w]`` come from it, in rank
         order. Any dtype (bytes on the wire); zero rows are legal."""
         if self.world == 1:
             return Pending(rows, None)
-        wire = rows.contiguous().view(torch.uint8) if rows.element_size() > 0 else rows
+        wire = rows.contiguous().view(torch.uint8)
         out = wire.new_empty((sum(receive), *wire.shape[1:]))
         work = dist.all_to_all_single(out, wire, receive, send, group=self.data, async_op=True)
-        return Pending(out.view(rows.dtype), work, wire)
+        return self._pending(out.view(rows.dtype), work, wire)
+
+    def all_to_all_blocks(self, out: torch.Tensor, blocks: torch.Tensor) -> Pending:
+        """Start an exchange of equal blocks: ``blocks[w]`` goes to rank w, ``out[w]`` comes from it. Both are dense
+        and may be used in a captured graph on NCCL."""
+        if self.world == 1:
+            out.copy_(blocks)
+            return Pending(out, None)
+        flat_out, flat = out.view(-1).view(torch.uint8), blocks.view(-1).view(torch.uint8)
+        work = dist.all_to_all_single(flat_out, flat, group=self.data, async_op=True)
+        return self._pending(out, work, blocks)
+
+    def _pending(self, rows: torch.Tensor, work: dist.Work, sent: torch.Tensor) -> Pending:
+        """On NCCL the current stream goes on behind the exchange; on gloo the host waits for it, later."""
+        if self.on_nccl:
+            work.wait()
+            return Pending(rows, None)
+        return Pending(rows, work, sent)
 
     def all_gather_headers(self, header: np.ndarray) -> np.ndarray:
         """Every rank's int64 header, ``[W, fields]``, over the control group."""
@@ -96,9 +114,12 @@ def open_comm(
         return Comm(rank, world, device)
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
-    dist.init_process_group(backend, init_method, timeout=timeout, world_size=world, rank=rank)
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group(backend, init_method, timeout=timeout, world_size=world, rank=rank, pg_options=options)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Comm(rank, world, device, dist.group.WORLD, control)
+    return Comm(rank, world, device, dist.group.WORLD, control, on_nccl=backend == "nccl")
 
 
 def close_comm(comm: Comm) -> None:

@@ -1,19 +1,18 @@
 """The exchange with exact sizes, on any backend: counts in one collective, rows and metadata as bytes in another, one
 to combine.
 
-On CUDA the rows are gathered and sent on a stream of their own.  ``dispatch_send`` then waits for nothing but the
-counts, and rows travel while kernels that were queued before it still run.
+On CUDA ``dispatch_send`` blocks the host until the counts are here, so that all gathers have exact sizes; it waits for
+nothing else on the stream that it is called on (see ``moe.overlap``).
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from epmoe.comm import Comm, Pending
-from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic, ranks_hit, ranks_of
+from epmoe.moe.exchange import ExchangeShape, Received, Traffic, ranks_hit, ranks_of
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
 
@@ -24,7 +23,6 @@ class Home:
 
     index_TJ: torch.Tensor  # int32: row of the answer for (token, choice) in exact mode, (token, rank) in reduce; or -1
     weight_TK: torch.Tensor  # float32 routing weights
-    lane: int
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,6 @@ class AllToAll:
         self.comm, self.shape = comm, shape
         self.waits_for_counts = comm.device.type == "cuda"
         self._traffic = Traffic.none(comm.world)
-        self._side = torch.cuda.Stream(comm.device, priority=-1) if comm.device.type == "cuda" else None
-        # Tensors of the side stream by lane; freed once the side stream has seen their last use on the main stream.
-        self._held: list[list[torch.Tensor]] = [[] for _ in range(LANES)]
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         pass
@@ -94,38 +89,30 @@ class AllToAll:
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Sending:
         comm, reduce = self.comm, self.shape.combine == "reduce"
         comm.at.stage = "dispatch"
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(comm.device))
-            self._held[lane].clear()
         rank_TK = ranks_of(slot_TK, self.shape.slots_per_rank)
         hit_TW = ranks_hit(rank_TK, comm.world)
         pairs_W = (rank_TK[..., None] == torch.arange(comm.world, device=x_TD.device)).sum((0, 1))
         counts_W2 = torch.stack((hit_TW.sum(0), pairs_W), 1)
         counts = comm.all_to_all(counts_W2, [1] * comm.world, [1] * comm.world)
         index_TJ = _rank_index(hit_TW) if reduce else _choice_index(rank_TK)
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(comm.device))
         self._traffic.tokens += len(x_TD)
-        return Sending(counts, counts_W2, hit_TW, x_TD, slot_TK, rank_TK, Home(index_TJ, weight_TK, lane))
+        return Sending(counts, counts_W2, hit_TW, x_TD, slot_TK, rank_TK, Home(index_TJ, weight_TK))
 
     def dispatch_send(self, sending: Sending) -> Sending:
         if sending.payload is not None:
             return sending
         self.comm.at.stage = "dispatch"
-        with self._on_side():
-            theirs_W2 = sending.counts.wait()
-            sizes = Sizes(*torch.cat((sending.counts_W2, theirs_W2), 1).T.tolist())
-            dest_R, token_R = torch.nonzero_static(sending.hit_TW.T, size=sum(sizes.rows_W)).unbind(1)
-            here_RK = sending.rank_TK[token_R] == dest_R[:, None]
-            local_RK = torch.where(here_RK, sending.slot_TK[token_R] % self.shape.slots_per_rank, -1).int()
-            columns = [sending.x_TD[token_R], local_RK]
-            if self.shape.combine == "reduce":
-                columns.append(sending.home.weight_TK[token_R])
-            wire = _pack(columns)
-            payload = self.comm.all_to_all(wire, sizes.rows_W, sizes.received_rows_W)
-            received_W = theirs_W2[:, 0].int()
-            if self._side is not None:
-                self._held[sending.home.lane] += [theirs_W2, received_W, wire, payload.rows]
+        theirs_W2 = sending.counts.wait()
+        sizes = Sizes(*torch.cat((sending.counts_W2, theirs_W2), 1).T.tolist())
+        dest_R, token_R = torch.nonzero_static(sending.hit_TW.T, size=sum(sizes.rows_W)).unbind(1)
+        here_RK = sending.rank_TK[token_R] == dest_R[:, None]
+        local_RK = torch.where(here_RK, sending.slot_TK[token_R] % self.shape.slots_per_rank, -1).int()
+        columns = [sending.x_TD[token_R], local_RK]
+        if self.shape.combine == "reduce":
+            columns.append(sending.home.weight_TK[token_R])
+        wire = _pack(columns)
+        payload = self.comm.all_to_all(wire, sizes.rows_W, sizes.received_rows_W)
+        received_W = theirs_W2[:, 0].int()
         self._count(sizes, wire.shape[1])
         return replace(sending, sizes=sizes, payload=payload, received_W=received_W)
 
@@ -133,8 +120,6 @@ class AllToAll:
         sending = self.dispatch_send(sending)
         self.comm.at.stage = "dispatch"
         shape, sizes = self.shape, sending.sizes
-        if self._side is not None:
-            torch.cuda.current_stream(self.comm.device).wait_stream(self._side)
         buffer = sending.payload.wait()
         widths = [(shape.dtype, shape.hidden), (torch.int32, shape.top_k)]
         if shape.combine == "reduce":
@@ -176,9 +161,6 @@ class AllToAll:
 
     def traffic(self) -> Traffic:
         return self._traffic
-
-    def _on_side(self):
-        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def _count(self, sizes: Sizes, row_bytes: int) -> None:
         self._traffic.rows_W += sizes.rows_W
