@@ -8,19 +8,27 @@ Layout of one layer (KVH key heads, ``H = G * KVH`` query heads)::
 Worked example: block_size 4; sequence 0 has 6 cached tokens and asks for its last 2 (query_lens[0] = 2, kv_lens[0] = 6)
 with blocks (7, 2): head h finds its keys at cache[0, h, 7, 0:4] and cache[0, h, 2, 0:2]; its queries stand at positions
 4 and 5 and see keys 0..4 and 0..5.
+
+A step's batch is an `AttentionBatch`, made of lengths and tensors of that step, or, for decode steps replayed from a
+CUDA graph, a `DecodeBatch` (`ops.decode_batch`), whose tensors stay in place and are refilled between replays::
+
+    batch = decode_batch(DecodeShape(sequences=64, max_kv_len=4096, block_size=16, kv_heads=4, group=8), device)
+    batch.fill(kv_lens, blocks)     # one asynchronous copy; then capture once, and replay after every later fill
+
+Both have `position_T`, `slot_T`, `block_table_NP`, `block_size` and `work`, which is all that a model and the kernels
+read.  A padding sequence has slot -1, position 0 and an attention output of 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
 
 import torch
 from torch.nn import functional
 
-from epmoe.ops.attention_kernels import FIXED, Tiling, choose_tiling, paged_attention_triton
-from epmoe.ops.launch import sm_count
+from epmoe.ops.attention_kernels import paged_attention_triton
+from epmoe.ops.attention_work import Work, eager_work
 from epmoe.ops.linear import TILE_ROWS
 
 TILE_KEYS = 64
@@ -59,16 +67,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """int32 on the device: first token of each sequence, its cached tokens, and (sequence, first row) of each tile."""
-
-    tiling: Tiling
-    query_start_N1: torch.Tensor
-    kv_len_N: torch.Tensor
-    tile_X2: torch.Tensor
-
-
-@dataclass(frozen=True)
 class AttentionBatch:
     """Where each token of a step reads and writes. N sequences, T tokens, P the width of the block table.
 
@@ -87,27 +85,16 @@ class AttentionBatch:
     slot_T: torch.Tensor
     block_size: int
 
-    def on_device(self, group: int, fixed: bool) -> OnDevice:
-        """What the kernels read, for ``group`` query heads per key head; made once a step and kept."""
-        key = (group, fixed)
-        if key not in self._on_device:
-            self._on_device[key] = self._tiles(group, fixed)
-        return self._on_device[key]
+    def work(self, kv_heads: int, group: int, fixed: bool) -> list[Work]:
+        """The kernel launches of a layer, for ``group`` query heads per key head; made once a step and kept."""
+        key = (kv_heads, group, fixed)
+        if key not in self._work:
+            self._work[key] = eager_work(self.query_lens, self.kv_lens, key, self.block_table_NP.device)
+        return self._work[key]
 
     @cached_property
-    def _on_device(self) -> dict:
+    def _work(self) -> dict:
         return {}
-
-    def _tiles(self, group: int, fixed: bool) -> OnDevice:
-        device = self.block_table_NP.device
-        rows_N = [q_len * group for q_len in self.query_lens]
-        tiling = FIXED if fixed else choose_tiling(max(rows_N), len(rows_N), max(self.kv_lens), sm_count(device))
-        tiles = [(n, first) for n, rows in enumerate(rows_N) for first in range(0, rows, tiling.rows)]
-        starts = [0, *accumulate(self.query_lens)]
-        flat = torch.tensor([*starts, *self.kv_lens, *chain.from_iterable(tiles)], dtype=torch.int32)
-        flat = flat.to(device, non_blocking=True)
-        N = len(self.query_lens)
-        return OnDevice(tiling, flat[: N + 1], flat[N + 1 : 2 * N + 1], flat[2 * N + 1 :].view(-1, 2))
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -1,43 +1,123 @@
-"""Triton kernels of `ops.attention`: paged attention with split keys, and the cache write fused with rotary.
+"""Triton kernel of `ops.attention`: paged attention, items as cut by `ops.attention_work`.
 
-Rows of a tile are (query, query head of the group), so one load of keys serves all G query heads of a key head.  A
-sequence's keys are cut into splits of a fixed number of tiles; splits are summed in ascending order.  With one tile
-shape and one split length for prefill and decode (``Tiling.fixed``) a row's bits depend on its own sequence only.
+Rows of a tile are (query, query head of the group), so one load of keys serves all G query heads of a key head.  The
+program that ends last among a tile's parts adds them, in ascending order, so no second launch is needed and the sum
+does not depend on which program that is.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from epmoe.ops.attention_work import FIELDS, Work
+from epmoe.ops.launch import pdl_options, wait_for_inputs
+
 LOG2E = tl.constexpr(1.4426950408889634)
+MERGED = tl.constexpr(4)  # parts that the last program loads at once
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Rows and keys of a tile, keys of a split (a multiple of ``keys``), warps."""
-
-    rows: int
-    keys: int
-    split: int
-    warps: int = 4
-
-
-FIXED = Tiling(16, 64, 512)
+@triton.jit
+def softmax_step(score, peak, total):
+    """Online softmax (Milakov & Gimelshein 2018) in base 2: weights, and the sums' shrinkage, new peak and total."""
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
+    keep = tl.exp2(peak - safe)
+    weight = tl.exp2(score - safe[:, None])
+    return weight, keep, new_peak, total * keep + tl.sum(weight, 1)
 
 
-def choose_tiling(max_rows: int, tiles: int, max_keys: int, num_sms: int) -> Tiling:
-    """Tiles for a step whose longest sequence has ``max_rows`` (query, head) rows and ``max_keys`` keys.
+@triton.jit
+def _attend_keys(
+    state, q, position, start, stop, table_ptr, block_stride, k_ptr, value_stride, scale, tile: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add keys ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees."""
+    D: tl.constexpr = tile[0]
+    D2: tl.constexpr = tile[1]
+    KEYS: tl.constexpr = tile[2]
+    BLOCK_SIZE: tl.constexpr = tile[3]
+    peak, total, acc = state
+    d = tl.arange(0, D2)
+    for first in range(start, stop, KEYS):
+        key = first + tl.arange(0, KEYS)
+        if MASKED:
+            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        source = k_ptr + slot[:, None] * D + d[None, :]
+        inside = (key < stop)[:, None] & (d < D)[None, :]
+        if MASKED or D != D2:
+            k = tl.load(source, mask=inside, other=0.0)
+        else:
+            k = tl.load(source)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+        if MASKED:
+            score = tl.where((key[None, :] <= position[:, None]) & (key < stop)[None, :], score, float("-inf"))
+        weight, keep, peak, total = softmax_step(score, peak, total)
+        if MASKED or D != D2:
+            v = tl.load(source + value_stride, mask=inside, other=0.0)
+        else:
+            v = tl.load(source + value_stride)
+        acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return peak, total, acc
 
-    Few tiles (decode) are split so that every SM has work; many tiles (prefill) are not split at all.
+
+@triton.jit
+def merge_parts(part_ptr, lse_ptr, first, parts, spot_stride, row, d, live, D: tl.constexpr):
+    """Sum of a tile's parts, each weighted by its share of the softmax: float32 ``[rows, D2]``.
+
+    Args:
+        first: spot of part 0; the next part's is ``spot_stride`` on. A spot holds the tile's rows.
+        live: of ``[rows, D2]``.
     """
-    if max_rows > 16:
-        return Tiling(min(128, max(32, triton.next_power_of_2(max_rows))), 64, triton.cdiv(max_keys, 64) * 64, 8)
-    splits = max(1, min(triton.cdiv(2 * num_sms, max(tiles, 1)), triton.cdiv(max_keys, 256)))
-    return Tiling(16, 64, triton.cdiv(triton.cdiv(max_keys, splits), 64) * 64)
+    peak = tl.full([row.shape[0]], float("-inf"), tl.float32)
+    for part in range(parts):
+        lse = tl.load(lse_ptr + first + part * spot_stride + row, cache_modifier=".cg")
+        peak = tl.maximum(peak, lse)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # rows beyond the tile's
+    total = tl.zeros([row.shape[0]], tl.float32)
+    acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
+    for begin in range(0, parts, MERGED):
+        part = begin + tl.arange(0, MERGED)
+        spot = first + part[:, None] * spot_stride + row[None, :]
+        lse = tl.load(lse_ptr + spot, mask=(part < parts)[:, None], other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(lse - peak[None, :])
+        some = (weight > 0)[:, :, None] & live[None, :, :]
+        rows = tl.load(part_ptr + spot[:, :, None] * D + d[None, None, :], mask=some, other=0.0, cache_modifier=".cg")
+        total += tl.sum(weight, 0)
+        acc += tl.sum(weight[:, :, None] * rows, 0)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def finish(
+    state, out_at, row, d, live, item, head, heads, part, parts, part_ptr, lse_ptr, done_ptr, D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's result if it has one part, else this part of it, and the sum of all parts if it is the last."""
+    peak, total, acc = state
+    some = total > 0
+    result = acc / tl.where(some, total, 1.0)[:, None]
+    if SPLIT:
+        if parts > 1:
+            spot = (item.to(tl.int64) * heads + head) * row.shape[0]
+            lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+            tl.store(part_ptr + (spot + row)[:, None] * D + d[None, :], result, mask=live)
+            tl.store(lse_ptr + spot + row, lse)
+            tl.debug_barrier()  # all of the program's stores come before its count
+            first = item - part
+            if tl.atomic_add(done_ptr + first * heads + head, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(done_ptr + first * heads + head, 0)
+                stride = heads * row.shape[0]
+                base = (first.to(tl.int64) * heads + head) * row.shape[0]
+                tl.store(out_at, merge_parts(part_ptr, lse_ptr, base, parts, stride, row, d, live, D), mask=live)
+        else:
+            tl.store(out_at, result, mask=live)
+    else:
+        tl.store(out_at, result, mask=live)
 
 
 @triton.jit
@@ -47,15 +127,13 @@ def _attend_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    done_ptr,
     table_ptr,
-    query_start_ptr,
-    kv_len_ptr,
-    tile_ptr,
-    table_stride,
+    item_ptr,
+    sequence_stride,
+    block_stride,
     head_stride,
     value_stride,
-    rows_total,
-    split_keys,
     scale,
     KVH: tl.constexpr,
     G: tl.constexpr,
@@ -64,126 +142,86 @@ def _attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (tile, key head, split): one tile of rows against one split of its sequence's keys."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = tl.load(tile_ptr + 2 * tile)
-    first_row = tl.load(tile_ptr + 2 * tile + 1)
-    query_start = tl.load(query_start_ptr + seq)
-    q_len = tl.load(query_start_ptr + seq + 1) - query_start
-    kv_len = tl.load(kv_len_ptr + seq)
-
-    row = first_row + tl.arange(0, ROWS)
-    live = row < q_len * G
-    query = row // G
-    position = kv_len - q_len + query
-    d = tl.arange(0, D2)
-    at = ((query_start + query).to(tl.int64) * KVH + head) * G + row % G  # row of q and out as [T * H, D]
-    q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-
-    last = kv_len - q_len + tl.minimum(first_row + ROWS - 1, q_len * G - 1) // G  # last position a row may see
-    stop = tl.minimum(split * split_keys + split_keys, last + 1)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D2], tl.float32)
-    for start in range(split * split_keys, stop, KEYS):
-        key = start + tl.arange(0, KEYS)
-        block = tl.load(table_ptr + seq.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=key < kv_len, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        source = cache_ptr + head * head_stride + slot[:, None] * D + d[None, :]
-        inside = (key < kv_len)[:, None] & (d < D)[None, :]
-        k = tl.load(source, mask=inside, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-        score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that sees no key of this split yet
-        keep = tl.exp2(peak - safe)
-        weight = tl.exp2(score - safe[:, None])
-        v = tl.load(source + value_stride, mask=inside, other=0.0)
-        total = total * keep + tl.sum(weight, 1)
-        acc = acc * keep[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        peak = new_peak
-
-    some = total > 0
-    result = acc / tl.where(some, total, 1.0)[:, None]
-    if SPLITS == 1:
-        tl.store(out_ptr + at[:, None] * D + d[None, :], result, mask=live[:, None] & (d < D)[None, :])
-    else:
-        spot = split * rows_total.to(tl.int64) + at
-        tl.store(part_ptr + spot[:, None] * D + d[None, :], result, mask=live[:, None] & (d < D)[None, :])
-        lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-        tl.store(lse_ptr + spot, lse, mask=live)
-
-
-@triton.jit
-def _merge_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    rows_total,
-    D: tl.constexpr,
-    D2: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Program r: row r's splits, weighted by their share of the softmax, in ascending order."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, D2)
-    peak = tl.max(tl.load(lse_ptr + tl.arange(0, SPLITS) * rows_total.to(tl.int64) + row), 0)
-    total = 0.0
-    acc = tl.zeros([D2], tl.float32)
-    for split in range(SPLITS):
-        spot = split * rows_total.to(tl.int64) + row
-        weight = tl.exp2(tl.load(lse_ptr + spot) - peak)
-        part = tl.load(part_ptr + spot * D + d, mask=d < D, other=0.0)
-        acc += tl.where(weight > 0, weight * part, 0.0)
-        total += weight
-    tl.store(out_ptr + row * D + d, acc / total, mask=d < D)
+    """Program (item, key head)."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    about = item_ptr + item * FIELDS
+    seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
+    context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
+    part, parts = tl.load(about + 7), tl.load(about + 8)
+    wait_for_inputs(PDL)
+    if seq >= 0:
+        row = tl.arange(0, ROWS)
+        query = (first_row + row) // G
+        d = tl.arange(0, D2)
+        live = (row < rows)[:, None] & (d < D)[None, :]
+        at = ((token + query).to(tl.int64) * KVH + head) * G + (first_row + row) % G  # row of q and out as [T * H, D]
+        q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=live, other=0.0)
+        table = table_ptr + seq.to(tl.int64) * sequence_stride
+        k_ptr = cache_ptr + head.to(tl.int64) * head_stride
+        state = (
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, D2], tl.float32),
+        )
+        full = start
+        tile: tl.constexpr = (D, D2, KEYS, BLOCK_SIZE)
+        if not EXACT:
+            seen = tl.minimum(context + first_row // G + 1, stop)  # keys that every row sees
+            full += tl.maximum(seen - start, 0) // KEYS * KEYS
+            state = _attend_keys(
+                state, q, context + query, start, full, table, block_stride, k_ptr, value_stride, scale, tile, False
+            )
+        state = _attend_keys(
+            state, q, context + query, full, stop, table, block_stride, k_ptr, value_stride, scale, tile, True
+        )
+        out_at = out_ptr + at[:, None] * D + d[None, :]
+        finish(state, out_at, row, d, live, item, head, KVH, part, parts, part_ptr, lse_ptr, done_ptr, D, SPLIT)
 
 
 def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch, scale: float, tiled: bool):
     """`paged_attention` of `ops.attention` on the device; ``tiled`` takes the fixed tiling."""
-    T, H, D = q_THd.shape
-    out_THd = torch.empty_like(q_THd)
-    if T == 0:
-        return out_THd
-    kv_heads = cache_HBSd.shape[1]
-    group = H // kv_heads
-    on = batch.on_device(group, tiled)
-    tiling, tiles = on.tiling, on.tile_X2.shape[0]
-    splits = triton.next_power_of_2(triton.cdiv(max(batch.kv_lens), tiling.split))
-    part = lse = out_THd
-    if splits > 1:
-        part = torch.empty((splits, T * H, D), dtype=torch.float32, device=q_THd.device)
-        lse = torch.empty((splits, T * H), dtype=torch.float32, device=q_THd.device)
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    group = q_THd.shape[1] // cache_HBSd.shape[1]
     assert cache_HBSd[0, 0].is_contiguous(), f"cache strides {cache_HBSd.stride()}"
-    _attend_kernel[tiles, kv_heads, splits](
-        q_THd.contiguous(),
+    for work in batch.work(cache_HBSd.shape[1], group, tiled):
+        _launch(q_THd.contiguous(), cache_HBSd, out_THd, batch, work, scale)
+    return out_THd
+
+
+def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
+    _, kv_heads, _, block_size, D = cache_HBSd.shape
+    part, lse, done = work.buffers(kv_heads, D)
+    tiling = work.tiling
+    _attend_kernel[work.item_XF.shape[0], kv_heads](
+        q_THd,
         cache_HBSd,
         out_THd,
         part,
         lse,
+        done,
         batch.block_table_NP,
-        on.query_start_N1,
-        on.kv_len_N,
-        on.tile_X2,
+        work.item_XF,
         batch.block_table_NP.stride(0),
+        batch.block_table_NP.stride(1),
         cache_HBSd.stride(1),
         cache_HBSd.stride(0),
-        T * H,
-        tiling.split,
         scale,
         KVH=kv_heads,
-        G=group,
+        G=q_THd.shape[1] // kv_heads,
         D=D,
         D2=max(16, triton.next_power_of_2(D)),
-        BLOCK_SIZE=batch.block_size,
+        BLOCK_SIZE=block_size,
         ROWS=tiling.rows,
         KEYS=tiling.keys,
-        SPLITS=splits,
+        FIELDS=FIELDS,
+        EXACT=tiling.exact,
+        SPLIT=work.split,
         num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **pdl_options(q_THd),
     )
-    if splits > 1:
-        grid = (T * H,)
-        _merge_kernel[grid](part, lse, out_THd, T * H, D=D, D2=triton.next_power_of_2(D), SPLITS=splits, num_warps=2)
-    return out_THd

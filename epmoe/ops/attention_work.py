@@ -1,0 +1,158 @@
+"""What each program of an attention kernel does: tiles of query rows against runs of their sequence's keys.
+
+A row is (query, query head) of one key head's group of G; rows of one sequence are in that order.  A tile is ``rows``
+consecutive rows of a sequence.  Where tiles are few, as in decode, the keys that a tile sees are cut into *parts* so
+that every SM reads; a tile's parts are consecutive items, and the program that ends last adds them in order.
+
+Example: G = 8, tiles of 16 rows, runs of 512 keys.  A sequence of 1300 cached tokens whose last one is queried is one
+tile of 8 rows and three items: keys 0..511, 512..1023, 1024..1299.
+
+Cutting is done on the host from lengths alone.  A decode graph has a fixed number of items whatever the lengths: the
+runs get longer as the sequences do (`run_length`), and items left over name no sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from epmoe.ops.launch import sm_count
+
+FIELDS = 9
+SEQUENCE, TOKEN, ROW, ROWS, CONTEXT, START, STOP, PART, PARTS = range(FIELDS)
+"""Of an item: its sequence (-1: nothing to do) and that one's first token in the step; its tile's first row and rows;
+cached tokens before the sequence's first query; its keys START..STOP; which part of how many of its tile it is."""
+
+SHORTEST_RUN = 64
+PROGRAMS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and keys of a tile, the longest run of keys (None: all), warps and pipeline stages.
+
+    ``exact``: runs are cut at multiples of ``run`` and every tile is masked alike, so that a row's bits depend on
+    nothing but its own keys.
+    """
+
+    rows: int
+    keys: int
+    run: int | None = None
+    warps: int = 4
+    stages: int = 3
+    exact: bool = False
+
+
+FIXED = Tiling(16, 64, 512, exact=True)
+
+
+def decode_tiling(group: int) -> Tiling:
+    """Tiles of one query per sequence."""
+    return Tiling(min(64, max(16, 1 << (group - 1).bit_length())), 64, stages=3)
+
+
+CHUNK = Tiling(128, 64, warps=8)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One launch: items on the device, and the scratch memory of parts, which all layers share."""
+
+    tiling: Tiling
+    item_XF: torch.Tensor
+    split: bool
+    scratch: dict = field(default_factory=dict)
+
+    def buffers(self, kv_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Parts float32 ``[X, KVH, rows, d]``, their log2 sums ``[X, KVH, rows]``, zeroed counters ``[X, KVH]``."""
+        key = (kv_heads, value_dim)
+        if key not in self.scratch:
+            shape, device = (self.item_XF.shape[0], kv_heads), self.item_XF.device
+            size = self.tiling.rows if self.split else 0
+            self.scratch[key] = (
+                torch.empty((*shape, size, value_dim), dtype=torch.float32, device=device),
+                torch.empty((*shape, size), dtype=torch.float32, device=device),
+                torch.zeros(shape, dtype=torch.int32, device=device),
+            )
+        return self.scratch[key]
+
+
+def run_length(keys: int, tiles: int, items: int, multiple: int) -> int:
+    """Runs so long that ``tiles`` tiles that see ``keys`` keys together make at most ``items`` > ``tiles`` items."""
+    length = max(SHORTEST_RUN, -(-keys // (items - tiles)))
+    return -(-length // multiple) * multiple
+
+
+def item_limit(tiles: int, kv_heads: int, num_sms: int) -> int:
+    """Items of a step of ``tiles`` tiles whose keys are split: enough for every SM to have several programs."""
+    return tiles + -(-PROGRAMS_PER_SM * num_sms // kv_heads)
+
+
+def cut(lens_N3: np.ndarray, group: int, tiling: Tiling, items: int | None) -> np.ndarray:
+    """Items int32 ``[X, FIELDS]`` of sequences ``(first token, queries, cached tokens)``, numbered from 0.
+
+    Args:
+        items: at most so many, by longer runs where ``tiling`` sets none; None: runs are not cut.
+    """
+    token_N, queries_N, kv_N = lens_N3.T
+    tiles_N = -(-queries_N * group // tiling.rows)
+    seq_X = np.repeat(np.arange(len(lens_N3)), tiles_N)
+    row_X = (np.arange(len(seq_X)) - np.repeat(np.cumsum(tiles_N) - tiles_N, tiles_N)) * tiling.rows
+    rows_X = np.minimum(tiling.rows, queries_N[seq_X] * group - row_X)
+    context_N = kv_N - queries_N
+    stop_X = np.where(kv_N[seq_X] > 0, context_N[seq_X] + (row_X + rows_X - 1) // group + 1, 0)
+    run = tiling.run
+    if run is None and items is not None and len(seq_X):
+        run = run_length(int(stop_X.sum()), len(seq_X), items, tiling.keys)
+    if run is None:
+        order = np.argsort(-stop_X, kind="stable")  # long tiles first
+        seq_X, row_X, rows_X, stop_X = (x[order] for x in (seq_X, row_X, rows_X, stop_X))
+        run = max(int(stop_X.max(initial=0)), 1)
+    parts_X = np.maximum(-(-stop_X // run), 1)
+    run_X = np.full_like(stop_X, run)
+    if tiling.run is None:  # parts of one tile as even as whole tiles of keys allow
+        run_X = np.maximum(-(-stop_X // (parts_X * tiling.keys)), 1) * tiling.keys
+        parts_X = np.maximum(-(-stop_X // run_X), 1)
+    tile = np.repeat(np.arange(len(seq_X)), parts_X)
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts_X) - parts_X, parts_X)
+    start = part * run_X[tile]
+    seq = seq_X[tile]
+    columns = (
+        seq, token_N[seq], row_X[tile], rows_X[tile], context_N[seq],
+        start, np.minimum(start + run_X[tile], stop_X[tile]), part, parts_X[tile],
+    )  # fmt: skip
+    return np.stack(columns, 1).astype(np.int32)
+
+
+def eager_work(
+    query_lens: list[int], kv_lens: list[int], heads: tuple[int, int, bool], device: torch.device
+) -> list[Work]:
+    """Launches of a step of any mix: decodes split for all SMs, prompt chunks in large tiles.
+
+    Args:
+        heads: key heads, query heads of each, and whether a row's bits may depend on its own keys only.
+    """
+    kv_heads, group, fixed = heads
+    if not query_lens:
+        return []
+    queries_N, kv_N = np.asarray(query_lens), np.asarray(kv_lens)
+    lens_N3 = np.stack((np.cumsum(queries_N) - queries_N, queries_N, kv_N), 1)
+    if fixed:
+        return [_to_device(FIXED, cut(lens_N3, group, FIXED, None), device)]
+    works = []
+    single_N = queries_N == 1
+    for tiling, chosen_N in ((decode_tiling(group), single_N), (CHUNK, ~single_N)):
+        if chosen_N.any():
+            tiles = int(chosen_N.sum()) * -(-group // tiling.rows)
+            limit = item_limit(tiles, kv_heads, sm_count(device)) if tiling is not CHUNK else None
+            item_XF = cut(lens_N3[chosen_N], group, tiling, limit)
+            item_XF[:, SEQUENCE] = np.flatnonzero(chosen_N)[item_XF[:, SEQUENCE]]
+            works.append(_to_device(tiling, item_XF, device))
+    return works
+
+
+def _to_device(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> Work:
+    split = bool((item_XF[:, PARTS] > 1).any())
+    return Work(tiling, torch.from_numpy(item_XF).to(device, non_blocking=True), split)

@@ -1,0 +1,30 @@
+"""Attention and its neighbours under Triton's interpreter (needs TRITON_INTERPRET=1 before triton is imported)."""
+
+import attention_cases
+import pytest
+import torch
+from triton import knobs
+
+from epmoe.ops.attention_kernels import paged_attention_triton
+
+pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
+DTYPES = [torch.float32, torch.float16]  # the interpreter cannot multiply bfloat16
+SHORT = [1, 15, 17, 66, 130]
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["ordinary", "tiled"])
+@pytest.mark.parametrize(("heads", "dtype"), [((4, 2, 24), DTYPES[0]), ((8, 1, 32), DTYPES[1])], ids=str)
+def test_mixed_batch(heads, dtype, tiled):
+    attention_cases.check_mixed(heads, dtype, "cpu", tiled, SHORT)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "tiled"])
+@pytest.mark.parametrize("heads", [(4, 2, 24), (20, 1, 16)], ids=str)
+def test_decode_buffers_refilled(heads, fixed):
+    attention_cases.check_decode_batch(heads, torch.float32, "cpu", fixed, SHORT)
+
+
+def test_no_tokens():
+    batch = attention_cases.Cache([3], (4, 2, 16), torch.float32, "cpu").batch([])
+    q = torch.empty(0, 4, 16)
+    assert paged_attention_triton(q, torch.empty(2, 2, 4, 16, 16), batch, 1.0, False).shape == q.shape
