@@ -193,6 +193,7 @@ class EngineConfig:
         affinity: file of the plan's token affinities; homes are then chosen from prompt token ids.
         stall_seconds: a rank without progress for so long ends the run.
         plan: text of a plan file; None is the linear placement.
+        tuned: text of a file of ``epmoe tune``; None leaves the kernels' tiles to the heuristic.
     """
 
     model: str
@@ -217,6 +218,7 @@ class EngineConfig:
     affinity: str | None = None
     stall_seconds: int = 300
     plan: str | None = field(default=None, repr=False)
+    tuned: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {  # command -> (module with add_arguments and run, help)
     "generate": ("launch.generate", "continue prompts"),
     "demo": ("launch.demo", "the embedded model on 2 ranks, its placement solved from its own traces"),
+    "tune": ("launch.tune", "measure the fastest kernel tiles for a model on this GPU"),
     "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
 }
 USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"

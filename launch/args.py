@@ -8,7 +8,7 @@ from pathlib import Path
 
 from epmoe.config import EngineConfig, ModelConfig, check_engine
 from epmoe.engine.request import SamplingParams
-from launch.env import cores, has_gpu
+from launch.env import cores, has_gpu, tuned_file
 from launch.hub import resolve_model
 from launch.recording import RECORD_TOKENS
 from launch.session import Starting
@@ -39,6 +39,7 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--num-blocks": ("num_blocks", int, "KV blocks of a rank"),
     "--probe-tokens": ("probe_tokens", int, "run so much of a prompt, then move it to the rank of its experts"),
     "--stall-seconds": ("stall_seconds", int, "end the run when a rank makes no progress for so long (default 300)"),
+    "--tuned": ("tuned", str, "file of epmoe tune, or off (default: the one in the user's cache folder, if any)"),
     "--threads": ("threads", int, "threads of a rank (default: cores / ranks)"),
 }
 CHOSEN_ELSEWHERE = {  # EngineConfig fields that a setting would not reach -> what chooses them
@@ -149,6 +150,7 @@ def complete_settings(
         settings["dtype"] = "float32" if on_cpu else model.dtype
     settings.setdefault("threads", max(1, cores() // starting.local_world))
     settings.setdefault("max_model_len", _default_length(settings, model))
+    settings["tuned"] = _tuned_text(settings.get("tuned"), on_cpu)
     engine = EngineConfig.from_dict(settings, source)
     check_engine(engine, model)
     return engine, model
@@ -159,6 +161,17 @@ def _default_length(settings: dict, model: ModelConfig) -> int:
     blocks, size = settings.get("num_blocks"), settings.get("block_size", EngineConfig.block_size)
     held = blocks * size if isinstance(blocks, int) and isinstance(size, int) else EngineConfig.max_model_len
     return max(1, min(EngineConfig.max_model_len, model.max_position_embeddings, held))
+
+
+def _tuned_text(asked: object, on_cpu: bool) -> str | None:
+    """Text of the tuned tiles: of the file asked for, or on a GPU of the user's own if there is one; never on a CPU."""
+    if asked == "off" or on_cpu:
+        return None
+    if asked is None and not tuned_file().is_file():
+        return None
+    from launch.tune import read_tuned
+
+    return read_tuned(tuned_file() if asked is None else str(asked)).to_json()
 
 
 def _given(args: argparse.Namespace, options: dict) -> dict:

@@ -64,6 +64,12 @@ def child_environment(threads: int) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 
+def tuned_file() -> Path:
+    """Where ``epmoe tune`` keeps its results and runs look for them: the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "epmoe" / "epmoe-tuned.json"
+
+
 def cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))

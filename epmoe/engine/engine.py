@@ -27,6 +27,7 @@ from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import Exchange, ExchangeShape
 from epmoe.moe.open_exchange import open_exchange
+from epmoe.ops.tuned import Tuned
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.errors import UserError
 from placement.homes import Affinity, score_prompt
@@ -87,7 +88,8 @@ class Engine:
         dtype = getattr(torch, engine.dtype)
         weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
         exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange)
-        decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic)
+        tuned = None if engine.tuned is None else Tuned.from_json(engine.tuned)
+        decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic, tuned)
         num_blocks = size_cache(self.model, engine, dtype, free_memory(comm.device))
         self.pool = BlockPool(num_blocks, engine.block_size, reuse_prefixes=not engine.record_tokens)
         self.scheduler = Scheduler(engine, self.pool, self.model.eos_token_ids)

@@ -23,6 +23,7 @@ from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.linear import linear
 from epmoe.ops.norm import add_rms_norm
 from epmoe.ops.rotary import rotary_table
+from epmoe.ops.tuned import Tuned
 from placement.plan import Plan
 
 
@@ -52,7 +53,15 @@ class RoutingObserver(Protocol):
 class Decoder:
     """Weights, rotary table and exchange of one rank; no state changes between steps but the caller's KV cache."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, plan: Plan, exchange: Exchange, tiled: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        plan: Plan,
+        exchange: Exchange,
+        tiled: bool,
+        tuned: Tuned | None = None,
+    ) -> None:
         self.config, self.weights, self.exchange, self.tiled = config, weights, exchange, tiled
         device = weights.embed.device
         positions = config.max_position_embeddings
@@ -64,7 +73,8 @@ class Decoder:
         for row, index in enumerate(config.moe_layers):
             mlp = weights.layers[index].mlp
             assert isinstance(mlp, MoEWeights), f"layer {index} is listed in moe_layers {config.moe_layers}"
-            self.moe[index] = MoELayer(index, mlp, config.router, config.top_k, serve_LE[row], exchange, tiled)
+            rule, serve_E = config.router, serve_LE[row]
+            self.moe[index] = MoELayer(index, mlp, rule, config.top_k, serve_E, exchange, tiled, tuned)
 
     @torch.inference_mode()
     def forward(

@@ -15,6 +15,7 @@ from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.experts import ExpertOptions, expert_mlp
 from epmoe.ops.linear import linear
 from epmoe.ops.router import RouterRule, route
+from epmoe.ops.tuned import Tuned
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class MoELayer:
         serve_slot_E: int32 ``[E]``, the global slot that serves each expert for tokens of this home rank.
         exchange: the way to the other ranks.
         tiled: row-invariant arithmetic (deterministic mode).
+        tuned: measured kernel tiles.
     """
 
     index: int
@@ -46,6 +48,7 @@ class MoELayer:
     serve_slot_E: torch.Tensor
     exchange: Exchange
     tiled: bool
+    tuned: Tuned | None = None
 
     def route(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None) -> Routing:
         """``valid_T``: bool, rows that are tokens; a row of padding gets slots of -1 and is sent nowhere."""
@@ -60,7 +63,7 @@ class MoELayer:
 
     def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
         """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order; ``num_sms``: see ``ExpertOptions``."""
-        options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled)
+        options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled, tuned=self.tuned)
         return expert_mlp(received.rows_RD, received.index, self.weights.experts, options)
 
     def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.linear import TILE_ROWS
 from epmoe.ops.moe_index import MoEIndex, with_block_rows
 from epmoe.ops.tiles import Choice, choose
+from epmoe.ops.tuned import Tuned
 
 GATE_BLOCK = 64
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -38,11 +39,19 @@ class ExpertOptions:
 
     ``num_sms``: how many SMs persistent kernels may take, 0 = all.  ``deterministic``: a row's bits are independent of
     the other rows (tiles of exactly 16 rows on CPU, one pinned tile on GPU).
+    ``tuned``: measured tiles, taken where one is near, except in deterministic mode.
     """
 
     act: str = "silu"
     num_sms: int = 0
     deterministic: bool = False
+    tuned: Tuned | None = None
+
+    def choose(self, rows_RD: torch.Tensor, pairs: int, weights: ExpertWeights) -> Choice:
+        """Tiles for ``pairs`` pairs (an upper bound will do)."""
+        measured = self.tuned is not None and not self.deterministic
+        found = self.tuned.choice(rows_RD, pairs, weights) if measured else None
+        return found or choose(rows_RD, pairs, weights, self.deterministic)
 
     def __post_init__(self):
         if self.act not in ACTIVATIONS:
@@ -159,7 +168,7 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
+    choice = choice or options.choose(rows_RD, pairs, weights)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -189,7 +198,7 @@ def expert_sum(
     they are added.
     """
     if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
-        choice = choice or choose(rows_RD, index.row_M.numel(), weights)
+        choice = choice or options.choose(rows_RD, index.row_M.numel(), weights)
         if choice.vector:
             act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
             return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])
