@@ -7,6 +7,8 @@ Two groups: ``data`` carries token rows (NCCL on GPUs, gloo on CPU), ``control``
 from __future__ import annotations
 
 import contextlib
+import socket
+import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -101,6 +103,67 @@ class Pending:
         if self.work is not None:
             self.work.wait()
         return self.rows
+
+
+class NoPeerMemory(RuntimeError):
+    """Ranks cannot reach each other's memory; the message says why.  Raised on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A buffer of the same size on every rank, each mapped into every rank.
+
+    ``peers``: uint8 tensors, one a rank; ``local`` is this rank's.  ``table_W``: int64, their addresses, for kernels.
+    """
+
+    local: torch.Tensor
+    peers: list[torch.Tensor]
+    table_W: torch.Tensor
+    handle: object
+
+
+def open_buffers(comm: Comm, size: int) -> PeerMemory:
+    """Zeroed symmetric memory of ``size`` bytes, a collective of all ranks; raises `NoPeerMemory`.
+
+    Ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 in their environment.
+    """
+    handle, local, why = None, None, ""
+    if comm.device.type != "cuda":
+        why = f"device {comm.device.type} has no peer memory"
+    else:
+        try:
+            from torch.distributed import _symmetric_memory as symmetric  # private to torch, and it moves
+
+            local = symmetric.empty(size, dtype=torch.uint8, device=comm.device).zero_()
+            torch.cuda.synchronize(comm.device)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            why = _first_line(error)
+    _agree(comm, why)
+    try:
+        # Its handles travel over the host group: the first use of NCCL's would make a communicator.
+        handle = symmetric.rendezvous(local, comm.control)
+        peers = [local if w == comm.rank else handle.get_buffer(w, (size,), torch.uint8) for w in range(comm.world)]
+    except (AttributeError, RuntimeError, TypeError) as error:
+        why = _first_line(error)
+    _agree(comm, why)
+    table = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=comm.device)
+    return PeerMemory(local, peers, table, handle)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _agree(comm: Comm, why: str) -> None:
+    """Raise on all ranks if one has a reason; also the barrier behind which every rank's buffer is ready."""
+    host = zlib.crc32(socket.gethostname().encode())
+    headers = comm.all_gather_headers(np.array([bool(why), host], np.int64))
+    if not why and (headers[:, 1] != host).any():
+        why = "the ranks are on several hosts"
+    elif not why and headers[:, 0].any():
+        why = f"rank {headers[:, 0].argmax()} cannot"
+    if why:
+        raise NoPeerMemory(f"no memory shared between the ranks' GPUs: {why}")
 
 
 def open_comm(

@@ -1,0 +1,90 @@
+"""Where things lie in a rank's exchange buffer: one lane's regions, at the same byte offsets on every rank.
+
+Kernels reach every rank's buffer, their own included, through a table of base addresses (int64 ``[W]``, from
+``comm.open_buffers``), so that W ranks on W devices, W processes on one device and W virtual ranks in one launch run
+the same code.  Letters: W ranks, T_cap most tokens of a rank, K choices, D hidden size.
+
+======== ==================================================================================================
+region   contents
+======== ==================================================================================================
+state    int64 ``[STATE]``, this rank's own words: see ``STATE`` below
+signal   int64 ``[2, W]``: word [d, w] is rank w's last signal, ``epoch << 32 | count``; d = dispatch, combine
+slot     int32 ``[W, bound, K]``: local slot of each choice of each row received, -1 = elsewhere or no row
+token    int32 ``[W, bound]``: home token of each row
+weight   float32 ``[W, bound, K]``: routing weights (reduce mode)
+rows     ``[W, bound, D]``: rows received; the sender picks its own position
+returned ``[bound, J, D]``: the experts' answers; J = K in exact mode, W in reduce mode
+======== ==================================================================================================
+
+``bound`` <= T_cap is the step's agreed bound on any rank's tokens: regions keep their place, rows lie dense in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DISPATCH, COMBINE = 0, 1
+ALIGN = 256
+# Words of ``state``: per direction the epochs sent and waited for and the programs done; then one word for the lane.
+SENT, WAITED, DONE = 0, 2, 4
+FAILED, STEP = 6, 7
+STATE = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one lane's buffer; offsets in bytes, each a multiple of 256."""
+
+    world: int
+    tokens: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    reduce: bool
+
+    @property
+    def answers(self) -> int:
+        """J: rows that may return for one token."""
+        return self.world if self.reduce else self.top_k
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        rows = self.world * self.tokens
+        return {
+            "state": STATE * 8,
+            "signal": 2 * self.world * 8,
+            "slot": rows * self.top_k * 4,
+            "token": rows * 4,
+            "weight": rows * self.top_k * 4 if self.reduce else 0,
+            "rows": rows * self.row_bytes,
+            "returned": self.tokens * self.answers * self.row_bytes,
+        }
+
+    def at(self, region: str) -> int:
+        """Byte offset of a region."""
+        start = 0
+        for name, size in self.sizes.items():
+            if name == region:
+                return start
+            start += size + -size % ALIGN
+        raise KeyError(region)
+
+    @property
+    def total(self) -> int:
+        """Bytes of one lane's buffer."""
+        return sum(size + -size % ALIGN for size in self.sizes.values())
+
+    def view(self, buffer: torch.Tensor, region: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A dense tensor at the start of a region of ``buffer`` (uint8 ``[total]``)."""
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        assert count <= self.sizes[region], f"{shape} of {dtype} is more than the {region} region holds"
+        start = self.at(region)
+        return buffer[start : start + count].view(dtype).view(shape)

@@ -1,0 +1,193 @@
+"""Signals between ranks: how a send kernel ends, and the kernel that waits.
+
+A send kernel's programs write with plain stores; each then passes a block barrier and adds to the rank's ``done``
+counter (acq_rel, device scope), and the last one writes ``epoch << 32 | count`` to every rank (release, system scope).
+Everything that any program wrote is thereby visible to whoever acquires that word.  A send kernel never waits, a wait
+kernel never sends: with every rank's sends ahead of its waits in stream order, no rank can starve another.
+
+Epochs are counted on the device, one counter for what was sent and one for what was waited for, so that a replayed
+graph and eager steps mix.  They wrap at 32 bits and are compared by their difference.
+
+The wait kernel gives up when the host's abort word is set or its time is over.  It then writes one 64-bit record (see
+`Failure`) to host memory, marks the lane failed so that later waits return at once, and ends: no kernel spins on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from epmoe.ops.p2p_layout import FAILED, STEP, WAITED, Layout
+
+ABORT, RECORD, HOST_WORDS = 0, 1, 8
+STAGES = ("dispatch", "combine")
+TIMEOUT, ABORTED, DISAGREE = 1, 2, 3
+REASONS = {TIMEOUT: "sent no signal in time", ABORTED: "was waited for when the run was aborted"}
+_FAILED, _STEP, _WAITED = tl.constexpr(FAILED), tl.constexpr(STEP), tl.constexpr(WAITED)
+_ABORT, _RECORD = tl.constexpr(ABORT), tl.constexpr(RECORD)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a wait kernel recorded.
+
+    The word: 1 << 63 | step (31 bits) << 32 | (layer + 1) << 16 | stage << 14 | reason << 12 | peer.
+    """
+
+    step: int
+    layer: int
+    stage: str
+    peer: int
+    reason: int
+
+    def __str__(self) -> str:
+        layer = f", layer {self.layer}" if self.layer >= 0 else ""
+        why = REASONS.get(self.reason, "sent another size than was agreed")
+        return f"step {self.step}{layer}, {self.stage}: rank {self.peer} {why}"
+
+
+def read_failure(word: int) -> Failure | None:
+    """The record in a host word, or None where there is none yet."""
+    if word == 0:
+        return None
+    word &= (1 << 63) - 1
+    stage = STAGES[(word >> 14) & 3]
+    return Failure(word >> 32, ((word >> 16) & 0xFFFF) - 1, stage, word & 0xFFF, (word >> 12) & 3)
+
+
+@triton.jit
+def _clock_ns():
+    """The device's wall clock, in ns; it ticks about every microsecond."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def finish_send(
+    table_ptr, me, state_at, signal_at, direction, count, W: tl.constexpr, W2: tl.constexpr, C: tl.constexpr
+):
+    """End of every send kernel: the last of a rank's C programs signals all W ranks."""
+    state_ptr = (tl.load(table_ptr + me) + state_at).to(tl.pointer_type(tl.int64))
+    tl.debug_barrier()
+    done = tl.atomic_add(state_ptr + 4 + direction, 1, sem="acq_rel", scope="gpu")
+    if done == C - 1:
+        tl.store(state_ptr + 4 + direction, 0)
+        epoch = (tl.load(state_ptr + direction) + 1) & 0xFFFFFFFF
+        tl.debug_barrier()  # all threads have read the epoch before one writes the next
+        tl.store(state_ptr + direction, epoch)
+        w = tl.arange(0, W2)
+        base = tl.load(table_ptr + w, mask=w < W, other=0)
+        signal_ptr = (base + signal_at + (direction * W + me) * 8).to(tl.pointer_type(tl.int64))
+        word = tl.zeros([W2], tl.int64) + ((epoch << 32) | count)
+        tl.debug_barrier()
+        tl.atomic_xchg(signal_ptr, word, mask=w < W, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["first_rank", "count", "limit_ns", "layer"])
+def _wait_kernel(
+    table_ptr,
+    host_ptr,
+    first_rank,
+    state_at,
+    signal_at,
+    direction,
+    count,
+    limit_ns,
+    layer,
+    W: tl.constexpr,
+    W2: tl.constexpr,
+    CLOCK: tl.constexpr,
+):
+    """Wait for every rank's signal of this epoch; one warp, one lane a peer."""
+    me = first_rank + tl.program_id(0)
+    base = tl.load(table_ptr + me)
+    state_ptr = (base + state_at).to(tl.pointer_type(tl.int64))
+    epoch = ((tl.load(state_ptr + _WAITED + direction) + 1) & 0xFFFFFFFF).to(tl.int32)
+    step = tl.load(state_ptr + _STEP)
+    going = (tl.load(state_ptr + _FAILED) == 0).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(state_ptr + _WAITED + direction, epoch.to(tl.int64))
+    w = tl.arange(0, W2)
+    signal_ptr = (base + signal_at + (direction * W + w) * 8).to(tl.pointer_type(tl.int64))
+    begin = tl.zeros([], tl.int64)
+    if CLOCK:
+        begin = _clock_ns()
+    spins = 0
+    reason = 0
+    peer = 0
+    while going != 0:
+        word = tl.load(signal_ptr, mask=w < W, other=0, volatile=True)
+        late = (((word >> 32).to(tl.int32) - epoch) < 0) & (w < W)
+        if tl.sum(late.to(tl.int32), 0) == 0:
+            going = 0
+        spins += 1
+        if ((spins & 63) == 0) & (going != 0):  # host memory is far away
+            over = spins >= limit_ns
+            if CLOCK:
+                over = _clock_ns() - begin > limit_ns
+            if tl.load(host_ptr + _ABORT, volatile=True) != 0:
+                reason = 2
+            elif over:
+                reason = 1
+            if reason != 0:
+                going = 0
+                peer = tl.min(tl.where(late, w, W2), 0)
+    # Acquire, now that the words are there: what the peers wrote before their signals is visible from here on.
+    word = tl.atomic_add(signal_ptr, tl.zeros([W2], tl.int64), mask=w < W, sem="acquire", scope="sys")
+    wrong = ((word & 0xFFFFFFFF).to(tl.int32) != count) & (w < W)
+    healthy = (reason == 0) & (tl.load(state_ptr + _FAILED) == 0)
+    if healthy & (tl.sum(wrong.to(tl.int32), 0) != 0):
+        reason = 3
+        peer = tl.min(tl.where(wrong, w, W2), 0)
+    if reason != 0:
+        tl.store(state_ptr + _FAILED, 1)
+        if tl.load(host_ptr + _RECORD, volatile=True) == 0:
+            low = ((layer + 1) << 16) | (direction << 14) | (reason << 12) | peer
+            record = ((step | 0x80000000) << 32) | low.to(tl.int64)
+            tl.store(host_ptr + _RECORD, record)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a wait stands and how long it may take; named in its record."""
+
+    layer: int
+    limit_s: float
+
+
+def wait_signals(
+    table_W: torch.Tensor,
+    host: torch.Tensor,
+    layout: Layout,
+    direction: int,
+    count: int,
+    place: Place,
+    ranks: tuple[int, int] | None = None,
+) -> None:
+    """Launch the wait for all ranks' signals of ``direction``.
+
+    Args:
+        table_W: int64 base addresses of all ranks' buffers, on the device.
+        host: int64 ``[HOST_WORDS]`` in pinned memory: the abort word and the record.
+        count: what every rank must have sent as its count (the agreed bound).
+        ranks: (first, number) of the ranks that this launch waits for as; one process is one rank, benches are all.
+    """
+    first, number = ranks or (0, layout.world)
+    interpreted = not table_W.is_cuda
+    _wait_kernel[(number,)](
+        table_W,
+        host,
+        first,
+        layout.at("state"),
+        layout.at("signal"),
+        direction,
+        count,
+        1000 if interpreted else int(place.limit_s * 1e9),
+        place.layer,
+        W=layout.world,
+        W2=triton.next_power_of_2(layout.world),
+        CLOCK=not interpreted,
+        num_warps=1,
+    )

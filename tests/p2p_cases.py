@@ -1,0 +1,121 @@
+"""A round of the p2p protocol with W virtual ranks in one process, and the two loops that say what it must give."""
+
+from dataclasses import dataclass
+
+import torch
+
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.moe_index import build_index
+from epmoe.ops.p2p_layout import COMBINE, DISPATCH, STATE, Layout
+from epmoe.ops.p2p_put import PutOptions, combine_plan, combine_put, dispatch_put, virtual_ranks
+from epmoe.ops.p2p_signal import HOST_WORDS, Place, read_failure, wait_signals
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    tokens: int
+    bound: int
+    top_k: int
+    hidden: int
+    slots: int  # of each rank
+    dtype: torch.dtype
+    reduce: bool
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.world, self.bound, self.top_k, self.hidden, self.dtype, self.reduce)
+
+
+def inputs(case: Case, seed: int, device="cpu", absent: float = 0.1, only: int | None = None):
+    """Rows, slots (some -1; all of rank ``only`` if given) and weights of all ranks behind one another."""
+    random = torch.Generator().manual_seed(seed)
+    rows = case.world * case.tokens
+    x = torch.randn(rows, case.hidden, generator=random).to(case.dtype)
+    slot = torch.rand(rows, case.world * case.slots, generator=random).argsort(1)[:, : case.top_k].int()
+    if only is not None:
+        slot = slot % case.slots + only * case.slots
+    slot[torch.rand(slot.shape, generator=random) < absent] = -1
+    weight = torch.rand(rows, case.top_k, generator=random)
+    return x.to(device), slot.to(device), weight.to(device)
+
+
+def expert(rows: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """A stand-in that is exact in any order: row * a power of two of the global slot, negated for odd slots."""
+    sign = 1.0 - 2.0 * (slot % 2).float()
+    return (rows.float() * (sign * torch.exp2((slot % 5).float()))[:, None]).to(rows.dtype)
+
+
+def reference(case: Case, x, slot, weight) -> torch.Tensor:
+    """Two loops: over choices in order (exact), or over ranks and the choices they serve (reduce)."""
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for w in range(case.world if case.reduce else 1):
+        part = torch.zeros_like(y)
+        for k in range(case.top_k):
+            here = slot[:, k] >= 0
+            if case.reduce:
+                here = here & (slot[:, k] // case.slots == w)
+            answer = expert(x, slot[:, k]).float() * weight[:, k, None]
+            part += torch.where(here[:, None], answer, 0.0)
+        y += part.to(case.dtype).float() if case.reduce else part
+    return y.to(case.dtype)
+
+
+FEW = PutOptions(programs=2)
+
+
+class VirtualExchange:
+    """All ranks of a case; ``round`` takes every rank through dispatch, experts and combine, one launch a stage."""
+
+    def __init__(self, case: Case, device="cpu", options: PutOptions = FEW):
+        self.case, self.layout, self.options = case, case.layout, options
+        self.buffers, self.ranks = virtual_ranks(self.layout, torch.device(device))
+        pinned = self.buffers.is_cuda
+        self.host = torch.zeros(HOST_WORDS, dtype=torch.int64, pin_memory=pinned)
+        self.place = Place(layer=7, limit_s=2.0)
+
+    def poison(self) -> None:
+        """Fill all that travels with NaN bits, so that a row read but never written shows."""
+        for buffer in self.buffers:
+            buffer[self.layout.at("slot") :].fill_(0xFF)
+
+    def set_step(self, step: int) -> None:
+        for buffer in self.buffers:
+            self.layout.view(buffer, "state", torch.int64, STATE)[7] = step
+
+    def wait(self, direction: int) -> None:
+        wait_signals(self.ranks.table_W, self.host, self.layout, direction, self.case.bound, self.place)
+
+    def failure(self):
+        return read_failure(int(self.host[1]))
+
+    def round(self, x, slot, weight, add=None) -> torch.Tensor:
+        case, layout = self.case, self.layout
+        index = dispatch_put(self.ranks, layout, x, slot, weight, case.bound, case.slots, self.options)
+        self.wait(DISPATCH)
+        outs, positions, weights = [], [], []
+        rows_cap = case.world * case.bound
+        for me, buffer in enumerate(self.buffers):
+            slot_RK = layout.view(buffer, "slot", torch.int32, rows_cap, case.top_k)
+            built = build_index(slot_RK, case.slots)
+            rows = layout.view(buffer, "rows", case.dtype, rows_cap, case.hidden)
+            pair_slot = torch.zeros(rows_cap * case.top_k, dtype=torch.int64, device=x.device)
+            pos = built.pos_RK.flatten().long()
+            pair_slot[pos[pos >= 0]] = slot_RK.flatten().long()[pos >= 0]
+            pairs = torch.arange(len(pair_slot), device=x.device)
+            row_M = torch.where(pairs < built.offset_L1[-1], built.row_M, 0).long()
+            outs.append(expert(rows[row_M], pair_slot + me * case.slots))
+            positions.append(built.pos_RK)
+            if case.reduce:
+                weights.append(layout.view(buffer, "weight", torch.float32, rows_cap, case.top_k))
+        plan = combine_plan(
+            self.ranks, layout, torch.stack(positions), torch.stack(weights) if weights else None, case.bound
+        )
+        combine_put(self.ranks, layout, torch.cat(outs), plan, case.bound, self.options)
+        self.wait(COMBINE)
+        answers = []
+        for me, buffer in enumerate(self.buffers):
+            mine = slice(me * case.tokens, (me + 1) * case.tokens)
+            returned = layout.view(buffer, "returned", case.dtype, layout.tokens * layout.answers, case.hidden)
+            answers.append(weighted_sum(returned, index[mine], None if case.reduce else weight[mine], add))
+        return torch.cat(answers)
