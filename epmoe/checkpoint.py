@@ -37,6 +37,11 @@ class LoadReport:
     seconds: float
 
 
+Loader = Callable[
+    [Path, ModelConfig, Sequence[Sequence[int]], torch.dtype, torch.device], tuple[ModelWeights, LoadReport]
+]
+
+
 def load_weights(
     folder: str | Path,
     config: ModelConfig,

@@ -186,6 +186,7 @@ class EngineConfig:
         num_blocks: KV blocks of one rank; None sizes the cache from ``max_requests`` and free memory.
         threads: intra-op threads of one rank; None divides the cores among the ranks of a node.
         async_steps: prepare step n + 1 while the device runs step n.
+        graphs: run decode steps as CUDA graphs, on a GPU and with an exchange that can be captured.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
         overlap: cut every step in two lanes, so that each computes while the other's rows travel.
         probe_tokens: run this many tokens of a longer prompt first and move the request, before the rest, to the rank
@@ -212,6 +213,7 @@ class EngineConfig:
     threads: int | None = None
     seed: int = 0
     async_steps: bool = True
+    graphs: bool = True
     record_tokens: int = 0
     overlap: bool = False
     probe_tokens: int = 0

@@ -77,22 +77,19 @@ def all_blocks_free(results: list[Result]) -> bool:
 
 def _watch(engine: Engine, result: Result, want_logits: bool) -> None:
     """Record each step's token count, and the logits it draws from, by wrapping the runner's parts."""
-    launch, forward = engine.runner.launch, engine.runner.decoder.forward
-    seen = []
+    runner = engine.runner
+    launch, forward = runner.launch, runner.forward
 
-    def watched_forward(lanes, cache, observe):
-        logits = forward(lanes, cache, observe)
-        seen.append(logits.float().clone())
-        return logits
-
-    def watched_launch(chunks, lanes):
-        result.tokens_by_step.append(sum(chunk.count for chunk in chunks))
-        launched = launch(chunks, lanes)
-        logits = seen.pop()
+    def watched_forward(chunks, kind):
+        logits, tokens = forward(chunks, kind)
         if want_logits:
-            for row, chunk in zip(logits, [chunk for chunk in chunks if chunk.samples]):
+            drawing = [chunk for chunk in chunks if chunk.samples]
+            for row, chunk in zip(logits.float().clone(), drawing):
                 result.logits[chunk.request.id, chunk.position] = row
-        return launched
+        return logits, tokens
 
-    engine.runner.decoder.forward = watched_forward
-    engine.runner.launch = watched_launch
+    def watched_launch(chunks, kind):
+        result.tokens_by_step.append(sum(chunk.count for chunk in chunks))
+        return launch(chunks, kind)
+
+    runner.forward, runner.launch = watched_forward, watched_launch

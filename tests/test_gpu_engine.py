@@ -64,10 +64,23 @@ def test_embedded_model_agrees_with_the_cpu_run():
         assert float((ours - theirs).abs().max()) <= 3e-2 * float(theirs.abs().max())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_draw_the_tokens_of_eager_steps(checkpoints, family):
+    """Requests that come and go, so that sizes change and are padded; several captures and replays of each."""
+    script = Script(requests(), arrive={4: 6, 5: 8, 6: 15}, abort={1: 20}, want_logits=True)
+    eager = run(checkpoints[family], "cuda", script, graphs=False)
+    graphs = run(checkpoints[family], "cuda", script)
+    assert eager.report["graph_replays"] == 0 and graphs.report["graph_replays"] > NEW / 2
+    assert graphs.tokens == eager.tokens and all_blocks_free([graphs])
+    assert graphs.report["load_LE"] == eager.report["load_LE"], "padding was routed or counted"
+    for key, logits in eager.logits.items():
+        torch.testing.assert_close(graphs.logits[key], logits, rtol=0, atol=1e-4 * float(logits.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_mode_is_bitwise(checkpoints, family, dtype):
-    """Alone, in a full batch, in chunks of 7, after preemption: the same bits."""
+    """Alone, in a full batch, in chunks of 7, after preemption, without graphs: the same bits."""
     settings = {"dtype": dtype, "deterministic": True}
     batch = run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings)
     others = [run(checkpoints[family], "cuda", Script(requests([i]), want_logits=True), **settings) for i in (2, 5, 6)]
@@ -75,6 +88,7 @@ def test_deterministic_mode_is_bitwise(checkpoints, family, dtype):
     others.append(run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings, **chunked))
     tight = {"num_blocks": 16, "max_requests": 7}
     others.append(run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings, **tight))
+    others.append(run(checkpoints[family], "cuda", Script(requests(), want_logits=True), **settings, graphs=False))
     for other in others:
         for key, logits in other.logits.items():
             assert torch.equal(logits, batch.logits[key]), f"request {key[0]}, position {key[1]}"

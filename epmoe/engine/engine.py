@@ -15,14 +15,15 @@ import msgpack
 import numpy as np
 import torch
 
-from epmoe.checkpoint import load_weights
+from epmoe.checkpoint import Loader, load_weights
 from epmoe.comm import Comm
 from epmoe.config import EngineConfig, ModelConfig, check_engine
+from epmoe.engine.graphs import graph_sizes, is_decode, padded_size
 from epmoe.engine.home import RankLoad, assign_home
 from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
 from epmoe.engine.probe import ProbeScores
 from epmoe.engine.request import Request, SamplingParams
-from epmoe.engine.runner import Launched, Runner
+from epmoe.engine.runner import Kind, Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import Exchange, ExchangeShape
@@ -34,15 +35,20 @@ from placement.homes import Affinity, score_prompt
 from placement.plan import Plan, linear_plan
 
 HEADER_FIELDS = 32
-HEADER_MOVES = 12  # homes that one rank can announce in one step
+HEADER_NUMBERS = 8  # fields ahead of the homes
+HEADER_MOVES = (HEADER_FIELDS - HEADER_NUMBERS) // 2  # homes that one rank can announce in one step
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank tells the others at the start of a step; travels as int64[32]."""
+    """What a rank tells the others at the start of a step; travels as int64[32].
+
+    ``decodes``: 1 if all its tokens are decodes (also if it has none), which a graph can run.
+    """
 
     step: int
     tokens: int
+    decodes: int
     unfinished: int
     queued_tokens: int
     free_blocks: int
@@ -52,14 +58,15 @@ class Header:
     def pack(self) -> np.ndarray:
         *numbers, homes = astuple(self)
         fields = np.zeros(HEADER_FIELDS, np.int64)
-        fields[:7] = (*numbers, len(homes))
-        fields[7 : 7 + 2 * len(homes)] = np.array(homes, np.int64).ravel()
+        fields[:HEADER_NUMBERS] = (*numbers, len(homes))
+        fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * len(homes)] = np.array(homes, np.int64).ravel()
         return fields
 
     @staticmethod
     def unpack(fields: np.ndarray) -> Header:
-        *numbers, count = fields[:7].tolist()
-        return Header(*numbers, tuple(map(tuple, fields[7 : 7 + 2 * count].reshape(-1, 2).tolist())))
+        *numbers, count = fields[:HEADER_NUMBERS].tolist()
+        homes = fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * count].reshape(-1, 2).tolist()
+        return Header(*numbers, tuple(map(tuple, homes)))
 
 
 @dataclass(frozen=True)
@@ -77,16 +84,19 @@ class Engine:
 
     Messages (given to rank 0's :meth:`step`, applied on all ranks at the end of that step): ``{"op": "add", "id",
     "prompt", "params", "sample"}``, ``{"op": "abort", "id"}``, ``{"op": "stop"}``.
+
+    Args:
+        load: makes this rank's weights; by default it reads them from the model's folder.
     """
 
-    def __init__(self, engine: EngineConfig, comm: Comm) -> None:
+    def __init__(self, engine: EngineConfig, comm: Comm, load: Loader = load_weights) -> None:
         self.engine, self.comm = engine, comm
         self.model = ModelConfig.from_folder(engine.model)
         check_engine(engine, self.model)
         self.plan = read_plan(engine, self.model, comm.world)
         local = [held[comm.rank] for held in self.plan.slots]
         dtype = getattr(torch, engine.dtype)
-        weights, self.load_report = load_weights(Path(engine.model), self.model, local, dtype, comm.device)
+        weights, self.load_report = load(Path(engine.model), self.model, local, dtype, comm.device)
         exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange)
         tuned = None if engine.tuned is None else Tuned.from_json(engine.tuned)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic, tuned)
@@ -104,7 +114,7 @@ class Engine:
         self.idle = True
         self.stopping = False
         self.steps = self.forwards = 0
-        self.model_seconds = self.step_seconds = 0.0
+        self.model_seconds = self.step_seconds = self.wait_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
         self._undecided: dict[int, dict] = {}  # messages of requests under probe, on every rank, by request id
         self._decided: list[tuple[int, int]] = []  # (request id, home) to be announced by this rank
@@ -119,8 +129,8 @@ class Engine:
         self.comm.at.step, self.comm.at.stage = self.steps, "agree"
         chunks = self.scheduler.schedule()
         headers, messages = self._agree(chunks, messages)
-        lanes = agreed_lanes(headers, self.engine.overlap)
-        launched = self._launch(chunks, lanes) if lanes else None
+        kind = agreed_kind(headers, self.engine, self.runner.graphs is not None)
+        launched = self._launch(chunks, kind) if kind is not None else None
         outputs = self._commit(*self._in_flight) if self._in_flight is not None else []
         self._in_flight = None
         if launched is not None:
@@ -145,10 +155,13 @@ class Engine:
         """Counters since the start (see ``launch`` for how they are shown)."""
         return {
             "load_LE": self.loads.load_LE.tolist(),
+            "active_L": self.loads.active_L.tolist(),
             "steps": self.steps,
             "forwards": self.forwards,
+            "graph_replays": self.runner.graphs.replays if self.runner.graphs is not None else 0,
             "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
+            "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do
             "preemptions": self.scheduler.preemptions,
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
@@ -168,6 +181,7 @@ class Engine:
         mine = Header(
             step=self.steps,
             tokens=sum(chunk.count for chunk in chunks),
+            decodes=int(all(map(is_decode, chunks))),
             unfinished=int(self.scheduler.has_work or self._in_flight is not None),
             queued_tokens=self.scheduler.queued_tokens(),
             free_blocks=self.pool.num_free,
@@ -180,11 +194,11 @@ class Engine:
         size = headers[0].payload_bytes
         return headers, msgpack.unpackb(self.comm.broadcast_bytes(payload, size)) if size else []
 
-    def _launch(self, chunks: list[Chunk], lanes: int) -> Launched:
+    def _launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
         started = time.perf_counter()
         if self.probes is not None:
             self.probes.expect(chunks)
-        launched = self.runner.launch(chunks, lanes)
+        launched = self.runner.launch(chunks, kind)
         if self.recorder is not None:
             self.recorder.keep(chunks)
         self.forwards += 1
@@ -192,8 +206,10 @@ class Engine:
         return launched
 
     def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
-        kept = self.scheduler.commit(chunks, launched.tokens())
-        extra = launched.extra()
+        started = time.perf_counter()
+        tokens, extra = launched.tokens(), launched.extra()
+        self.wait_seconds += time.perf_counter() - started
+        kept = self.scheduler.commit(chunks, tokens)
         return [Output(r.id, [token], r.finish_reason, extra.get(r.id)) for r, token in kept]
 
     def _apply(self, messages: list[dict], headers: list[Header]) -> list[Output]:
@@ -289,10 +305,17 @@ def exchange_report(exchange: Exchange) -> dict:
     }
 
 
-def agreed_lanes(headers: list[Header], overlap: bool) -> int:
-    """How many lanes the step has on every rank: 0 if no rank has a token, 2 if some rank can split its own."""
+def agreed_kind(headers: list[Header], engine: EngineConfig, graphs: bool) -> Kind | None:
+    """What sort of step it is on every rank; ``None`` if no rank has a token.
+
+    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens.
+    """
     most = max(header.tokens for header in headers)
-    return 2 if overlap and most > 1 and len(headers) > 1 else min(most, 1)
+    if most == 0:
+        return None
+    if graphs and all(header.decodes for header in headers):
+        return Kind(1, padded_size(most, graph_sizes(engine.max_requests)))
+    return Kind(2 if engine.overlap and most > 1 and len(headers) > 1 else 1)
 
 
 def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> Affinity | None:

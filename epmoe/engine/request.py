@@ -70,6 +70,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token by the model's own logits."""
+        return self.temperature == 0 and not self.penalised
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -146,6 +151,13 @@ class Request:
     @property
     def total(self) -> int:
         return self.known + self.pending
+
+    def token_at(self, position: int) -> int:
+        """The token id at a position, or -1 if the host does not know it yet."""
+        if position < len(self.prompt):
+            return self.prompt[position]
+        position -= len(self.prompt)
+        return self.output[position] if position < len(self.output) else -1
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known token ids at positions ``start`` to ``stop``."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
+from epmoe.engine.graphs import DecodeGraphs
 from epmoe.engine.scheduler import Chunk, split_lanes
+from epmoe.engine.staging import HostCopy, Staging
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.sampling import SampleRow, noise_key, sample
@@ -39,15 +43,24 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step under way: ``token_N`` are the draws of its sampling chunks, in order, on the device."""
+class Kind:
+    """What sort of step it is, the same on every rank: one or two lanes, or (``padded`` > 0) decodes only, run as the
+    graph of that many sequences."""
 
-    token_N: torch.Tensor
+    lanes: int
+    padded: int = 0
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way: the draws of its sampling chunks, in order, are on their way to the host."""
+
+    token_N: HostCopy
     logprobs: Logprobs | None = None
 
     def tokens(self) -> list[int]:
-        """The drawn tokens; waits for the device."""
-        return self.token_N.tolist()
+        """The drawn tokens; waits for this step."""
+        return self.token_N.numpy().tolist()
 
     def extra(self) -> dict[int, dict]:
         """Log-probabilities by request id, for the requests that asked for them."""
@@ -55,68 +68,85 @@ class Launched:
 
 
 class Runner:
-    """Builds batches and launches steps. ``last_token`` holds the newest draw of each running request's row."""
+    """Builds batches and launches steps. ``last_token`` holds the newest draw of each running request's row, and a
+    spare row that padding draws into."""
 
     def __init__(self, decoder: Decoder, cache: torch.Tensor, engine: EngineConfig, observe: RoutingObserver) -> None:
         self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
-        self.last_token = torch.zeros(engine.max_requests, dtype=torch.int64, device=cache.device)
+        self.last_token = torch.zeros(engine.max_requests + 1, dtype=torch.int64, device=cache.device)
+        self.staging = Staging(cache.device)
+        self.graphs: DecodeGraphs | None = None
+        if cache.is_cuda and engine.graphs and decoder.exchange.capturable:
+            self.graphs = DecodeGraphs(decoder, cache, engine, observe, self.last_token, self.staging)
 
-    def launch(self, chunks: list[Chunk], lanes: int = 1) -> Launched:
-        """Start a step, in one or two lanes as all ranks agreed."""
-        parts = split_lanes(chunks) if lanes == 2 else (chunks,)
-        logits_NV = self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe)
+    def launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
+        """Start a step of the kind that all ranks agreed on."""
         drawing = [chunk for chunk in chunks if chunk.samples]
+        logits_NV, token_N = self.forward(chunks, kind)
         if not drawing:
-            return Launched(torch.empty(0, dtype=torch.int64))
-        device = self.cache.device
-        rows = torch.tensor([chunk.request.row for chunk in drawing], device=device)
-        unknown = torch.tensor([_unknown_output(chunk) for chunk in drawing], device=device)
+            return Launched(HostCopy(torch.empty(0, dtype=torch.int64)))
+        if token_N is None or not all(chunk.request.params.greedy for chunk in drawing):
+            token_N = self._draw(logits_NV, drawing)
+        return Launched(HostCopy(token_N), _logprobs(logits_NV, token_N, drawing))
+
+    def forward(self, chunks: list[Chunk], kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of the sampling chunks, ``[N, V]``, and their greedy tokens (if a graph ran) int64 ``[N]``."""
+        if kind.padded:
+            return tuple(each[: len(chunks)] for each in self.graphs.run(chunks, kind.padded))
+        parts = split_lanes(chunks) if kind.lanes == 2 else (chunks,)
+        return self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe), None
+
+    def _draw(self, logits_NV: torch.Tensor, drawing: list[Chunk]) -> torch.Tensor:
+        """Draw by each request's parameters; ``last_token`` takes the tokens."""
+        row_N = np.array([chunk.request.row for chunk in drawing])
+        unknown_N = np.array([chunk.position > chunk.request.known for chunk in drawing])
+        rows, unknown = self.staging.upload([row_N, unknown_N])
         pending_N = torch.where(unknown, self.last_token[rows], -1)
         token_N = sample(logits_NV, [_sample_row(chunk) for chunk in drawing], pending_N)
         self.last_token[rows] = token_N
-        return Launched(token_N, _logprobs(logits_NV, token_N, drawing))
+        return token_N
 
     def _build(self, chunks: list[Chunk]) -> Batch:
         """The step's tensors, from lengths and known tokens; a token still on the device is taken from there."""
-        size, device = self.engine.block_size, self.cache.device
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        sample_rows: list[int] = []
-        late: list[tuple[int, int]] = []  # (row of the batch, row of last_token)
-        width = max((len(chunk.request.blocks) for chunk in chunks), default=0)
-        table = torch.zeros((len(chunks), width), dtype=torch.int32)
-        for n, chunk in enumerate(chunks):
-            request, stop = chunk.request, chunk.start + chunk.count
-            known = request.tokens(chunk.start, min(stop, request.known))
-            tokens += known
-            if len(known) < chunk.count:
-                assert chunk.count == len(known) + 1, f"request {request.id}: {chunk.count - len(known)} unknown tokens"
-                late.append((len(tokens), request.row))
-                tokens.append(0)
-            positions += range(chunk.start, stop)
-            slots += [request.blocks[p // size] * size + p % size for p in range(chunk.start, stop)]
-            if chunk.samples:
-                sample_rows.append(len(tokens) - 1)
-            table[n, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
-        token_T = torch.tensor(tokens, dtype=torch.int64, device=device)
-        if late:
-            at, rows = torch.tensor(late, device=device).T
-            token_T[at] = self.last_token[rows]
+        size = self.engine.block_size
+        count_N = np.array([chunk.count for chunk in chunks], np.int64)
+        start_N = np.array([chunk.start for chunk in chunks], np.int64)
+        end_N = np.cumsum(count_N)
+        seq_T = np.repeat(np.arange(len(chunks)), count_N)
+        position_T = np.arange(len(seq_T)) + np.repeat(start_N - end_N + count_N, count_N)
+        table_NP = _block_table(chunks)
+        slot_T = table_NP[seq_T, position_T // size] * np.int64(size) + position_T % size
+        known_T = np.fromiter(chain.from_iterable(map(_tokens, chunks)), np.int64, len(seq_T))
+        row_N = np.array([chunk.request.row for chunk in chunks], np.int64)
+        sample_rows = end_N[[chunk.samples for chunk in chunks]] - 1 if chunks else end_N
+        arrays = (table_NP, position_T, slot_T, known_T, row_N[seq_T], sample_rows)
+        table, position, slot, known, rows, sample_rows = self.staging.upload(arrays)
         attention = AttentionBatch(
-            query_lens=[chunk.count for chunk in chunks],
-            kv_lens=[chunk.start + chunk.count for chunk in chunks],
-            block_table_NP=table.to(device),
-            position_T=torch.tensor(positions, dtype=torch.int64, device=device),
-            slot_T=torch.tensor(slots, dtype=torch.int64, device=device),
+            query_lens=count_N.tolist(),
+            kv_lens=(start_N + count_N).tolist(),
+            block_table_NP=table,
+            position_T=position,
+            slot_T=slot,
             block_size=size,
         )
-        return Batch(token_T, attention, torch.tensor(sample_rows, dtype=torch.int64, device=device))
+        return Batch(known.where(known >= 0, self.last_token[rows]), attention, sample_rows)
 
 
-def _unknown_output(chunk: Chunk) -> bool:
-    """Whether the token before the one being drawn is still on the device."""
-    return chunk.position > chunk.request.known
+def _tokens(chunk: Chunk) -> list[int]:
+    """The chunk's token ids; -1 in place of a last one that is still on the device."""
+    request, stop = chunk.request, chunk.start + chunk.count
+    known = request.tokens(chunk.start, min(stop, request.known))
+    late = chunk.count - len(known)
+    assert late <= 1, f"request {request.id}: {late} unknown tokens"
+    return [*known, -1] if late else known
+
+
+def _block_table(chunks: list[Chunk]) -> np.ndarray:
+    """int32 ``[N, P]``, zero past a sequence's blocks."""
+    table_NP = np.zeros((len(chunks), max((len(chunk.request.blocks) for chunk in chunks), default=0)), np.int32)
+    for row, chunk in zip(table_NP, chunks):
+        row[: len(chunk.request.blocks)] = chunk.request.blocks
+    return table_NP
 
 
 def _sample_row(chunk: Chunk) -> SampleRow:

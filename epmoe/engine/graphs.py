@@ -1,0 +1,133 @@
+"""Decode steps as CUDA graphs, one for each padded number of sequences.
+
+A graph reads its inputs from buffers that stay in place and are refilled before each replay; everything between the
+refill and the drawn tokens runs without the host.  The first step of a size runs eagerly on those buffers (kernels are
+compiled, libraries set up), the second is captured, and every one from there on is a replay: same kernels, same tokens.
+
+Rows beyond the step's sequences are padding: they choose no expert, write no key and draw into a spare row of
+``last_token``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epmoe.config import EngineConfig
+from epmoe.engine.scheduler import Chunk
+from epmoe.engine.staging import Staging, buffer_bytes, views
+from epmoe.model.decoder import Batch, Decoder, RoutingObserver
+from epmoe.ops.decode_batch import DecodeBatch, DecodeShape, decode_batch
+
+SMALL = (1, 2, 4)
+EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Padded sizes for up to ``most`` sequences, ascending: close enough that padding wastes little."""
+    sizes, size = [n for n in SMALL if n < most], 0
+    while size < most:
+        size += next(step for limit, step in EVERY if size < limit)
+        sizes.append(min(size, most))
+    return tuple(sizes)
+
+
+def padded_size(count: int, sizes: Sequence[int]) -> int:
+    """The smallest size that holds ``count`` sequences."""
+    return next(size for size in sizes if size >= count)
+
+
+def is_decode(chunk: Chunk) -> bool:
+    """One token, whose successor is drawn, of a request that stays on this rank."""
+    return chunk.count == 1 and chunk.samples and not chunk.request.probe
+
+
+@dataclass
+class Captured:
+    """A graph's inputs and, once there is one, the graph and its outputs."""
+
+    attention: DecodeBatch
+    buffer: torch.Tensor  # uint8, holds known_N and row_N
+    known_N: torch.Tensor  # int64 token ids, -1 where the token is the row's last draw
+    row_N: torch.Tensor  # int64 device rows of the requests; padding has the spare row
+    warm: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class DecodeGraphs:
+    """The graphs of one rank. ``last_token``: int64 ``[max_requests + 1]``, the newest draw of each device row."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: torch.Tensor,
+        engine: EngineConfig,
+        observe: RoutingObserver,
+        last_token: torch.Tensor,
+        staging: Staging,
+    ) -> None:
+        self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
+        self.last_token, self.staging = last_token, staging
+        self.sizes = graph_sizes(engine.max_requests)
+        self.replays = 0
+        self._captured: dict[int, Captured] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def run(self, chunks: Sequence[Chunk], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One decode step of ``chunks`` padded to ``size``: logits ``[size, V]`` and greedy tokens int64 ``[size]``,
+        both overwritten by the next step; the tokens are also in ``last_token``."""
+        at = self._captured.get(size) or self._open(size)
+        self._fill(at, chunks)
+        if not at.warm:
+            at.warm = True
+            return self._step(at)
+        if at.graph is None:
+            self._capture(at)
+        at.graph.replay()
+        self.replays += 1
+        return at.outputs
+
+    def _open(self, size: int) -> Captured:
+        config, engine, device = self.decoder.config, self.engine, self.cache.device
+        shape = DecodeShape(
+            sequences=size,
+            max_kv_len=engine.max_model_len,
+            block_size=engine.block_size,
+            kv_heads=config.num_kv_heads,
+            group=config.num_heads // config.num_kv_heads,
+            fixed=engine.deterministic,
+        )
+        arrays = self._inputs((), size)
+        buffer = torch.zeros(buffer_bytes(arrays), dtype=torch.uint8, device=device)
+        self._captured[size] = Captured(decode_batch(shape, device), buffer, *views(buffer, arrays))
+        return self._captured[size]
+
+    def _inputs(self, chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, np.ndarray]:
+        known_N, row_N = np.zeros(size, np.int64), np.full(size, len(self.last_token) - 1)
+        known_N[: len(chunks)] = [chunk.request.token_at(chunk.start) for chunk in chunks]
+        row_N[: len(chunks)] = [chunk.request.row for chunk in chunks]
+        return known_N, row_N
+
+    def _fill(self, at: Captured, chunks: Sequence[Chunk]) -> None:
+        at.attention.fill([chunk.start + 1 for chunk in chunks], [chunk.request.blocks for chunk in chunks])
+        self.staging.upload(self._inputs(chunks, len(at.row_N)), at.buffer)
+
+    def _step(self, at: Captured) -> tuple[torch.Tensor, torch.Tensor]:
+        token_N = at.known_N.where(at.known_N >= 0, self.last_token[at.row_N])
+        valid_N = at.attention.slot_T >= 0
+        logits_NV = self.decoder.forward([Batch(token_N, at.attention, None, valid_N)], self.cache, self.observe)
+        drawn_N = logits_NV.argmax(-1)
+        self.last_token.index_copy_(0, at.row_N, drawn_N)
+        return logits_NV, drawn_N
+
+    def _capture(self, at: Captured) -> None:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            at.outputs = self._step(at)
+        at.graph = graph
