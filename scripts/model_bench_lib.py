@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from epmoe.checkpoint import LoadReport
+from epmoe.checkpoint import Loader, LoadReport
 from epmoe.comm import Comm
 from epmoe.config import EngineConfig, ModelConfig
 from epmoe.engine.engine import Engine
@@ -99,10 +99,21 @@ def _tensors(value: object):
             yield from _tensors(getattr(value, name))
 
 
-def open_engine(folder: str, device: str, **settings) -> Engine:
-    """An engine of one rank over random weights."""
+def kept(load: Loader) -> Loader:
+    """The loader, that hands out the same weights again when asked again."""
+    made = []
+
+    def once(*where):
+        made.append(load(*where) if not made else made[0])
+        return made[0]
+
+    return once
+
+
+def open_engine(folder: str, device: str, load: Loader = random_load, **settings) -> Engine:
+    """An engine of one rank, by default over random weights."""
     config = EngineConfig(model=folder, device=device, dtype="bfloat16", **settings)
-    return Engine(config, Comm(0, 1, torch.device(device)), random_load)
+    return Engine(config, Comm(0, 1, torch.device(device)), load)
 
 
 def random_requests(vocabulary: int, count: int, length: int, max_tokens: int, first_id: int, seed: int) -> list[dict]:
