@@ -19,7 +19,8 @@ from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES
 from epmoe.layout import Piece, empty_weights
 from epmoe.model.weights import ModelWeights
-from epmoe.shards import DTYPES, Entry, Headers, read_headers, read_rows
+from epmoe.ops.fp8 import SCALE_SUFFIX, dequantize, scale_shape
+from epmoe.shards import DTYPES, FP8, STORED, Entry, Headers, read_headers, read_rows, read_tensor
 from placement.errors import UserError
 
 LISTED = 4  # findings named per kind of problem
@@ -49,6 +50,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    keep_fp8: bool | None = None,
 ) -> tuple[ModelWeights, LoadReport]:
     """Read the weights of one rank.
 
@@ -58,6 +60,7 @@ def load_weights(
         local_experts: ``[MoE layer][local slot]`` -> expert.
         dtype: of all weights but the correction biases, which stay float32.
         progress: called with (bytes read, bytes to read).
+        keep_fp8: leave experts that are stored as 8-bit floats so (default: on a GPU); all else is dequantised.
 
     Raises:
         UserError: one line with all that is wrong with the checkpoint (see ``account``), or the expert whose weights
@@ -65,7 +68,9 @@ def load_weights(
     """
     began = time.perf_counter()
     headers = account(Path(folder), config)
-    weights, pieces = empty_weights(config, local_experts, dtype, device)
+    keep_fp8 = torch.device(device).type == "cuda" if keep_fp8 is None else keep_fp8
+    stored_fp8 = {name for name, entry in headers.entries.items() if keep_fp8 and entry.dtype == FP8}
+    weights, pieces = empty_weights(config, local_experts, dtype, device, stored_fp8.__contains__)
     pieces.sort(key=lambda piece: (headers.entries[piece.name].file, headers.entries[piece.name].start, piece.row))
     read = _read_all(pieces, headers, progress)
     _refuse_zeros(weights, config, local_experts)
@@ -86,11 +91,12 @@ def account(folder: Path, config: ModelConfig) -> Headers:
     _, pieces = empty_weights(config, everything, torch.float32, "meta")
     expected = {piece.name: piece.shape for piece in pieces}
     found, ignored = headers.entries, _ignored_names(config)
+    expected |= _scales(found, expected) if config.block_fp8 else {}
     problems = dict(headers.problems)
     if "unreadable files" not in problems:
         problems["missing"] = [name for name in expected if name not in found]
     problems["unknown"] = [name for name in found if name not in expected and not ignored.fullmatch(name)]
-    problems |= _unfit({name: found[name] for name in expected if name in found}, expected)
+    problems |= _unfit({name: found[name] for name in expected if name in found}, expected, config.block_fp8)
     listed = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
     if listed:
         raise UserError(
@@ -100,15 +106,26 @@ def account(folder: Path, config: ModelConfig) -> Headers:
     return headers
 
 
-def _unfit(found: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+def _scales(found: dict[str, Entry], expected: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the scales that must lie beside the 8-bit matrices."""
+    stored = [name for name in expected if name in found and found[name].dtype == FP8 and len(expected[name]) == 2]
+    return {name + SCALE_SUFFIX: scale_shape(*expected[name]) for name in stored}
+
+
+def _unfit(found: dict[str, Entry], expected: dict[str, tuple[int, ...]], block_fp8: bool) -> dict[str, list[str]]:
     """Tensors of another shape, of a type that is not implemented, or of the rarer of two half-precision types."""
     misshapen = [
         f"{name} ({list(entry.shape)}, config.json asks for {list(expected[name])})"
         for name, entry in found.items()
         if entry.shape != expected[name]
     ]
-    strange = [f"{name} ({entry.dtype})" for name, entry in found.items() if entry.dtype not in DTYPES]
-    halves = {kind: [n for n, entry in found.items() if entry.dtype == kind] for kind in ("BF16", "F16")}
+    strange = [
+        f"{name} ({entry.dtype})"
+        for name, entry in found.items()
+        if entry.dtype not in DTYPES and not (block_fp8 and entry.dtype == FP8 and len(entry.shape) == 2)
+    ]
+    weights = {name: entry for name, entry in found.items() if not name.endswith(SCALE_SUFFIX)}
+    halves = {kind: [n for n, entry in weights.items() if entry.dtype == kind] for kind in ("BF16", "F16")}
     rarer, other = sorted(halves, key=lambda kind: len(halves[kind]))
     mixed = [f"{name} ({rarer} among {other})" for name in halves[rarer]]
     return {"misshapen": misshapen, f"of a type other than {', '.join(DTYPES)}": strange, "of mixed types": mixed}
@@ -128,7 +145,7 @@ def _ignored_names(config: ModelConfig) -> re.Pattern[str]:
 def _read_all(pieces: Sequence[Piece], headers: Headers, progress: Callable[[int, int], None] | None) -> int:
     """Read pieces in file order; returns the bytes."""
     entries = headers.entries
-    sizes = [piece.rows * piece.shape[-1] * DTYPES[entries[piece.name].dtype].itemsize for piece in pieces]
+    sizes = [_bytes_of(piece, entries) for piece in pieces]
     done, total, path, file = 0, sum(sizes), None, -1
     try:
         for piece, size in zip(pieces, sizes):
@@ -137,7 +154,7 @@ def _read_all(pieces: Sequence[Piece], headers: Headers, progress: Callable[[int
                 if file >= 0:
                     os.close(file)
                 path, file = entry.file, os.open(entry.file, os.O_RDONLY)
-            _read_piece(file, entry, piece)
+            _read_piece(file, entry, piece, _scale_of(piece, entries))
             done += size
             if progress:
                 progress(done, total)
@@ -149,9 +166,21 @@ def _read_all(pieces: Sequence[Piece], headers: Headers, progress: Callable[[int
     return done
 
 
-def _read_piece(file: int, entry: Entry, piece: Piece) -> None:
+def _scale_of(piece: Piece, entries: dict[str, Entry]) -> Entry | None:
+    """The scales of an 8-bit matrix whose place is of another type."""
+    dequantised = entries[piece.name].dtype == FP8 and piece.into[0][1].dtype != STORED[FP8]
+    return entries[piece.name + SCALE_SUFFIX] if dequantised else None
+
+
+def _bytes_of(piece: Piece, entries: dict[str, Entry]) -> int:
+    scale = _scale_of(piece, entries)
+    matrix = piece.rows * piece.shape[-1] * STORED[entries[piece.name].dtype].itemsize
+    return matrix + (0 if scale is None else scale.end - scale.start)
+
+
+def _read_piece(file: int, entry: Entry, piece: Piece, scale: Entry | None) -> None:
     """Straight into place where the bytes need no change, through one staging matrix elsewhere."""
-    stored = DTYPES[entry.dtype]
+    stored = STORED[entry.dtype]
     first = piece.into[0][1]
     if first.device.type == "cpu" and first.dtype == stored and not piece.transposed:
         for offset, view in piece.into:
@@ -161,6 +190,8 @@ def _read_piece(file: int, entry: Entry, piece: Piece) -> None:
         return
     matrix = torch.empty(piece.rows, piece.shape[-1], dtype=stored)
     read_rows(file, entry, piece.row, matrix)
+    if scale is not None:
+        matrix = dequantize(matrix, read_tensor(scale), torch.float32)
     matrix = matrix.T if piece.transposed else matrix
     for offset, view in piece.into:
         rows = view.numel() // view.shape[-1]
@@ -173,6 +204,7 @@ def _refuse_zeros(weights: ModelWeights, config: ModelConfig, local_experts: Seq
         experts = weights.layers[layer].mlp.experts
         for slot, expert in enumerate(held):
             for name, matrix in (("gate and up", experts.gate_up[slot]), ("down", experts.down[slot])):
+                matrix = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
                 if not matrix[0].any() and not matrix.any():
                     raise UserError(
                         f"layer {layer}, expert {expert}: its {name} weights are all zero; an expert must have been"

@@ -30,7 +30,8 @@ class ModelConfig:
     ``qk_norm``: None, "head" (RMS norm over each head's d) or "full" (over the whole projection), before rotary.
     ``clip_qkv``: q, k and v are clamped to +-clip_qkv after the norm.  ``rotary_dim``: leading elements of a head that
     rotate.  ``intermediate_size``: of dense layers (those not in ``moe_layers``).  ``shared_intermediate_size``:
-    summed over the shared experts, None without.  ``config_sha256``: of every field that changes the maths.
+    summed over the shared experts, None without.  ``block_fp8``: matrices may be stored as 8-bit floats with a
+    scale for each block of 128 x 128.  ``config_sha256``: of every field that changes the maths.
     """
 
     family: str
@@ -59,6 +60,7 @@ class ModelConfig:
     intermediate_size: int | None = None
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
+    block_fp8: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     config_sha256: str = ""
@@ -116,6 +118,7 @@ def _from_settings(settings: Mapping[str, Any], family: Family, name: str) -> Mo
         "clip_qkv": settings.get("clip_qkv"),
         "shared_intermediate_size": settings[family.shared_size_key] if family.shared_size_key else None,
         "shared_gate": family.shared_gate,
+        "block_fp8": settings.get("quantization_config") is not None,
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         "dtype": str(settings.get("dtype") or "float32").removeprefix("torch."),
     }

@@ -28,7 +28,6 @@ ALIASES = {
 ANOTHER = "serve another checkpoint, or add the rule to epmoe/families.py and the model"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish", None), ANOTHER),
-    "quantization_config": ((None,), "serve the unquantised checkpoint"),
     "attention_bias": ((False, None), ANOTHER),
     "mlp_bias": ((False, None), ANOTHER),
     "clip_qkv": ((None,), ANOTHER),
@@ -50,6 +49,15 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# quantization_config: key -> the values that are implemented.
+QUANTIZATION: Mapping[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "weight_block_size": ([128, 128],),
+    "activation_scheme": ("dynamic", None),
+    "fmt": ("e4m3", None),
+}
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
     """Settings of ``config.json``, with the end tokens of ``generation_config.json`` where it states them."""
     raw = _read_json(folder / "config.json")
@@ -67,6 +75,7 @@ def normalise(raw: Mapping[str, Any], source: str = "config.json") -> dict[str, 
         )
     settings = _settings(raw, FAMILIES[kind], source)
     _refuse(settings, FAMILIES[kind], source)
+    _refuse_quantization(settings.get("quantization_config"), source)
     return settings
 
 
@@ -108,6 +117,20 @@ def _refuse(settings: Mapping[str, Any], family: Family, source: str) -> None:
         raise UserError(
             f"{source}: layer_types has {sorted(kinds)}, implemented is ['full_attention']; serve another checkpoint"
         )
+
+
+def _refuse_quantization(value: object, source: str) -> None:
+    """8-bit floats in blocks of 128 x 128 are implemented (DeepSeek-V3, Qwen3 FP8); other forms are refused."""
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise UserError(f"{source}: quantization_config is {value!r}; serve the unquantised checkpoint")
+    for key, allowed in QUANTIZATION.items():
+        if value.get(key) not in allowed:
+            raise UserError(
+                f"{source}: quantization_config has {key} {value.get(key)!r}, implemented is {allowed[0]!r};"
+                " serve the unquantised checkpoint"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

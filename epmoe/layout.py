@@ -6,7 +6,7 @@ must hold; walked for the local experts it says what to read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES, MLPNames
 from epmoe.model.weights import AttentionWeights, DenseMLP, ExpertWeights, LayerWeights, ModelWeights, MoEWeights
 from epmoe.ops.experts import GATE_BLOCK
+from epmoe.ops.fp8 import FP8, SCALE_SUFFIX, fits_blocks, scale_shape
 
 Views = tuple[tuple[int, Tensor], ...]
 """(first row of a matrix, view of ``[..., columns]`` that takes its rows from there on)."""
@@ -38,11 +39,18 @@ class Piece:
 
 
 def empty_weights(
-    config: ModelConfig, local_experts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    local_experts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    keeps_fp8: Callable[[str], bool] = lambda name: False,
 ) -> tuple[ModelWeights, list[Piece]]:
-    """Unfilled weights of one rank, and the pieces of a checkpoint that fill them."""
+    """Unfilled weights of one rank, and the pieces of a checkpoint that fill them.
+
+    ``keeps_fp8``: whether an expert's tensor stays an 8-bit float; a layer's do together, if no block is short.
+    """
     assert len(local_experts) == len(config.moe_layers), (len(local_experts), len(config.moe_layers))
-    layout = _Layout(config, dtype, device)
+    layout = _Layout(config, dtype, device, keeps_fp8)
     experts_of = dict(zip(config.moe_layers, local_experts))
     names, vocabulary = layout.names, (config.vocab_size, config.hidden_size)
     embed = layout.matrix(names.embed, *vocabulary)
@@ -55,13 +63,19 @@ def empty_weights(
 class _Layout:
     """Allocates final tensors and notes, in ``pieces``, what of the checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        keeps_fp8: Callable[[str], bool],
+    ) -> None:
+        self.config, self.dtype, self.device, self.keeps_fp8 = config, dtype, device, keeps_fp8
         self.names = FAMILIES[config.family].names
         self.pieces: list[Piece] = []
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def fill(self, name: str, into: Tensor) -> Tensor:
         """A stored tensor of exactly the shape of ``into``."""
@@ -113,12 +127,6 @@ class _Layout:
 
     def moe(self, i: int, local_experts: Sequence[int]) -> MoEWeights:
         config, names = self.config, self.names
-        size = config.moe_intermediate_size
-        gate_up = self.empty(len(local_experts), 2 * size, config.hidden_size)
-        down = self.empty(len(local_experts), config.hidden_size, size)
-        for slot, expert in enumerate(local_experts):
-            gate, up = interleaved_views(gate_up[slot])
-            self.mlp(names.experts, {"i": i, "e": expert}, gate, up, down[slot])
         bias = names.correction_bias
         return MoEWeights(
             router=self.matrix(names.router.format(i=i), config.num_experts, config.hidden_size),
@@ -128,7 +136,7 @@ class _Layout:
             )
             if bias
             else None,
-            experts=ExpertWeights(gate_up, down),
+            experts=self.experts(i, local_experts),
             shared=self.dense(names.shared, i, config.shared_intermediate_size)
             if config.shared_intermediate_size
             else None,
@@ -136,6 +144,26 @@ class _Layout:
             if config.shared_gate
             else None,
         )
+
+    def experts(self, i: int, local_experts: Sequence[int]) -> ExpertWeights:
+        names, hidden, size = self.names.experts, self.config.hidden_size, self.config.moe_intermediate_size
+        slots = len(local_experts)
+        stored = [t.format(i=i, e=e) for e in local_experts for t in (names.gate, names.up, names.down)]
+        fp8 = fits_blocks(hidden, size) and bool(stored) and all(map(self.keeps_fp8, stored))
+        kind = FP8 if fp8 else self.dtype
+        gate_up, down = self.empty(slots, 2 * size, hidden, dtype=kind), self.empty(slots, hidden, size, dtype=kind)
+        for slot, expert in enumerate(local_experts):
+            gate, up = interleaved_views(gate_up[slot])
+            self.mlp(names, {"i": i, "e": expert}, gate, up, down[slot])
+        if not fp8:
+            return ExpertWeights(gate_up, down)
+        gate_up_scale = self.empty(slots, 2, *scale_shape(size, hidden), dtype=torch.float32)
+        down_scale = self.empty(slots, *scale_shape(hidden, size), dtype=torch.float32)
+        for slot, expert in enumerate(local_experts):
+            parts = ((names.gate, gate_up_scale[slot, 0]), (names.up, gate_up_scale[slot, 1]))
+            for template, into in (*parts, (names.down, down_scale[slot])):
+                self.fill(template.format(i=i, e=expert) + SCALE_SUFFIX, into)
+        return ExpertWeights(gate_up, down, gate_up_scale, down_scale)
 
     def mlp(self, names: MLPNames, at: dict[str, int], gate: Views, up: Views, down: Tensor) -> None:
         """Pieces of one gated MLP; ``at`` fills the templates, its "e" picks the expert of a stacked tensor."""

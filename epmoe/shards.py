@@ -21,6 +21,8 @@ from torch import Tensor
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FP8 = "F8_E4M3"  # only with scales beside it, in checkpoints that say so
+STORED = DTYPES | {FP8: torch.float8_e4m3fn}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -90,6 +92,17 @@ def read_rows(file: int, entry: Entry, row: int, into: Tensor) -> int:
     return done
 
 
+def read_tensor(entry: Entry) -> Tensor:
+    """A whole stored tensor; for small ones."""
+    into = torch.empty(entry.shape, dtype=STORED[entry.dtype])
+    file = os.open(entry.file, os.O_RDONLY)
+    try:
+        read_rows(file, entry, 0, into)
+    finally:
+        os.close(file)
+    return into
+
+
 def _files(folder: Path, problems: dict[str, list[str]]) -> tuple[dict[str, str], Sequence[str]]:
     """(index: tensor -> file, the files in order); the index is empty for a single file."""
     path = folder / INDEX
@@ -122,7 +135,7 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], int]:
     for name, item in raw.items():
         begin, end = item["data_offsets"]
         shape = tuple(int(n) for n in item["shape"])
-        dtype = DTYPES.get(item["dtype"])
+        dtype = STORED.get(item["dtype"])
         if dtype and end - begin != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} has {end - begin} bytes, its shape {list(shape)} needs {prod(shape)} elements")
         entries[name] = Entry(path, item["dtype"], shape, base + begin, base + end)

@@ -84,7 +84,6 @@ def test_files_of_transformers_are_read(family, tmp_path):
 
 REFUSED = {
     "hidden_act": "gelu",
-    "quantization_config": {"quant_method": "fp8"},
     "attention_bias": True,
     "mlp_bias": True,
     "clip_qkv": 8.0,

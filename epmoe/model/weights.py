@@ -34,10 +34,12 @@ class DenseMLP:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts in this rank's L slots of one layer."""
+    """The experts in this rank's L slots of one layer; with scales, both matrices are 8-bit floats (ops.fp8)."""
 
     gate_up: Tensor  # [L, 2F, D], gate and up rows interleaved in blocks of 64 (ops.experts.interleave_gate_up)
     down: Tensor  # [L, D, F]
+    gate_up_scale: Tensor | None = None  # float32 [L, 2, F / 128, D / 128], of gate, then of up
+    down_scale: Tensor | None = None  # float32 [L, D / 128, F / 128]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from epmoe.moe.exchange import Exchange, Received
 from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SEND, SHARED, SUM, Step
 from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.experts import ExpertOptions, expert_mlp
+from epmoe.ops.experts_fp8 import expert_mlp_fp8
 from epmoe.ops.linear import linear
 from epmoe.ops.router import RouterRule, route
 from epmoe.ops.tuned import Tuned
@@ -64,7 +65,8 @@ class MoELayer:
     def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
         """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order; ``num_sms``: see ``ExpertOptions``."""
         options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled, tuned=self.tuned)
-        return expert_mlp(received.rows_RD, received.index, self.weights.experts, options)
+        run = expert_mlp if self.weights.experts.down_scale is None else expert_mlp_fp8
+        return run(received.rows_RD, received.index, self.weights.experts, options)
 
     def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:
         """Output of the shared experts, which every rank computes for its own tokens; ``None`` without any."""

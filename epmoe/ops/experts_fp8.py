@@ -228,11 +228,6 @@ def choose_fp8(pairs: int, slots: int, deterministic: bool = False) -> Choice:
     return Choice(rows, gate_up, down)
 
 
-def takes_fp8(weights: Fp8ExpertWeights) -> bool:
-    """Whether the kernels take these sizes."""
-    return not any(size % BLOCK for size in weights.down.shape[1:])
-
-
 def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileConfig, num_sms: int, **more) -> None:
     """A persistent grid; ``tiles`` counts the tiles of one block of pairs."""
     device = operands[0].device if isinstance(operands[0], torch.Tensor) else operands[0].base.device
@@ -293,3 +288,10 @@ def expert_mlp_fp8_triton(
     index = with_block_rows(index, choice.rows)
     act = gate_up_fp8_triton(rows_RD.contiguous(), index, weights, choice.gate_up, options.act, options.num_sms)
     return down_fp8_triton(act, index, weights, choice.down, options.num_sms, rows_RD.dtype)
+
+
+def expert_mlp_fp8(
+    rows_RD: torch.Tensor, index: MoEIndex, weights: Fp8ExpertWeights, options: ExpertOptions = DEFAULT
+) -> torch.Tensor:
+    """`expert_mlp_fp8_ref`; the kernels on CUDA."""
+    return (expert_mlp_fp8_triton if rows_RD.is_cuda else expert_mlp_fp8_ref)(rows_RD, index, weights, options)

@@ -14,6 +14,7 @@ from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"  # of a stored matrix's name
 LARGEST = tl.constexpr(448.0)
 SMALLEST = tl.constexpr(1e-12)  # of a run's largest magnitude: zeros then have a scale above 0
 
@@ -21,6 +22,11 @@ SMALLEST = tl.constexpr(1e-12)  # of a run's largest magnitude: zeros then have 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of the scales of a ``[rows, columns]`` matrix; the last blocks may be short."""
     return triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK)
+
+
+def fits_blocks(*sizes: int) -> bool:
+    """Whether the kernels take matrices of these sizes: no block is short."""
+    return not any(size % BLOCK for size in sizes)
 
 
 def dequantize(weight_OC: torch.Tensor, scale_BB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
