@@ -8,6 +8,8 @@ from reference import attention_reference
 from epmoe.ops.attention import AttentionBatch, paged_attention_ref, write_kv
 from epmoe.ops.attention_kernels import paged_attention_triton
 from epmoe.ops.decode_batch import DecodeShape, decode_batch
+from epmoe.ops.latent import latent_attention_ref
+from epmoe.ops.latent_kernels import latent_attention_triton
 
 NAN = float("nan")
 HEADS = [(4, 4, 16), (4, 2, 24), (8, 1, 32), (20, 1, 16), (32, 4, 128)]  # query heads, key heads, head size
@@ -119,11 +121,53 @@ def check_bitwise(heads, dtype, device, lens, sizes) -> None:
             assert torch.equal(result, yardstick), f"chunks of {size}, together {together}"
 
 
-def check_twin(heads, dtype, device) -> None:
+def check_twin(heads, dtype, device, tiled: bool) -> None:
     """Kernel and torch twin on the same inputs."""
-    cache = Cache(LENS, heads, dtype, device)
+    cache = Cache(LENS, heads, dtype, "cpu")
     spans = [(n, max(0, length - 2), length) for n, length in enumerate(LENS)]
-    batch, q = cache.batch(spans), cache.queries(spans)
-    ours = paged_attention_triton(q, cache.cache, batch, cache.scale, False)
-    twin = paged_attention_ref(q, cache.cache, batch, cache.scale)
-    torch.testing.assert_close(ours, twin, rtol=0, atol=2 * BOUND[dtype] * float(twin.abs().max()))
+    twin = paged_attention_ref(cache.queries(spans), cache.cache, cache.batch(spans), cache.scale, tiled)
+    cache = Cache(LENS, heads, dtype, device)
+    ours = paged_attention_triton(cache.queries(spans), cache.cache, cache.batch(spans), cache.scale, tiled)
+    torch.testing.assert_close(ours.cpu(), twin, rtol=0, atol=2 * BOUND[dtype] * float(twin.abs().max()))
+
+
+LATENT = [(3, 32, 16), (16, 64, 16), (128, 512, 64)]  # heads, value columns, rotary columns
+
+
+def check_latent(shape, dtype, device, tiled: bool, lens=LENS) -> None:
+    """The latent kernel and its twin against float64 loops: prompts, mixed steps, and a refilled decode batch."""
+    H, value_dim, rope = shape
+    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device)
+    cache.v = [k[..., :value_dim] for k in cache.k]
+    cache.scale = 0.7 * (value_dim + rope) ** -0.5
+    cache.cache = cache.cache[:1].clone()
+    cache.write = lambda n, stop: write_latent(cache, n, stop)
+    spans = [(n, 0, max(1, length - 3)) for n, length in enumerate(lens)]
+    rest = [(n, stop, lens[n]) for n, _, stop in spans if stop < lens[n]]
+    mixed = [(n, b - 1, b) if n % 2 else (n, a, b) for n, a, b in rest]
+    for step in (spans, mixed):
+        batch = cache.batch(step)
+        out = latent_attention_triton(cache.queries(step), cache.cache, batch, cache.scale, value_dim, tiled)
+        cache.require_right(out, step)
+    if device == "cpu":
+        out = latent_attention_ref(cache.queries(mixed), cache.cache, batch, cache.scale, value_dim, tiled)
+        cache.require_right(out, mixed)
+    for n, length in enumerate(lens):
+        cache.write(n, length)
+    batch = decode_batch(
+        DecodeShape(len(lens) + 1, max(lens), cache.block_size, 1, H, tiled, latent=True), torch.device(device)
+    )
+    for chosen in ([1], list(range(len(lens)))):
+        spans = [(n, lens[n] - 1, lens[n]) for n in chosen]
+        batch.fill([lens[n] for n in chosen], [cache.blocks[n] for n in chosen])
+        q = torch.zeros(len(lens) + 1, H, value_dim + rope, dtype=dtype, device=device)
+        q[: len(chosen)] = cache.queries(spans)
+        out = latent_attention_triton(q, cache.cache, batch, cache.scale, value_dim, tiled)
+        cache.require_right(out[: len(chosen)], spans)
+        assert (out[len(chosen) :] == 0).all()
+
+
+def write_latent(cache: Cache, n: int, stop: int) -> None:
+    size = cache.block_size
+    for p in range(stop):
+        cache.cache[0, :, cache.blocks[n][p // size], p % size] = cache.k[n][p]

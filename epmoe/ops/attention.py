@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from epmoe.ops.attention_kernels import paged_attention_triton
-from epmoe.ops.attention_work import Work, eager_work
+from epmoe.ops.attention_work import Heads, Work, eager_work
 from epmoe.ops.linear import TILE_ROWS
 
 TILE_KEYS = 64
@@ -53,10 +53,11 @@ class Group:
 
     def gather(self, cache_HBSd: torch.Tensor) -> torch.Tensor:
         """Keys and values ``[2, KVH, n, S, d]``; what is stale is zero, since memory never written may hold NaN."""
-        _, heads, _, _, d = cache_HBSd.shape
+        sides, heads, _, _, d = cache_HBSd.shape
         n, blocks = self.block_nP.shape
         picked = cache_HBSd.flatten(0, 1).flatten(2).index_select(1, self.block_nP.flatten())
-        return picked.view(2, heads, -1, d).index_fill_(2, self.stale, 0).view(2, heads, n, blocks * self.block_size, d)
+        filled = picked.view(sides, heads, -1, d).index_fill_(2, self.stale, 0)
+        return filled.view(sides, heads, n, blocks * self.block_size, d)
 
     @cached_property
     def hidden_nQS(self) -> torch.Tensor:
@@ -85,9 +86,9 @@ class AttentionBatch:
     slot_T: torch.Tensor
     block_size: int
 
-    def work(self, kv_heads: int, group: int, fixed: bool) -> list[Work]:
+    def work(self, kv_heads: int, group: int, fixed: bool, latent: bool = False) -> list[Work]:
         """The kernel launches of a layer, for ``group`` query heads per key head; made once a step and kept."""
-        key = (kv_heads, group, fixed)
+        key = Heads(kv_heads, group, fixed, latent)
         if key not in self._work:
             self._work[key] = eager_work(self.query_lens, self.kv_lens, key, self.block_table_NP.device)
         return self._work[key]
@@ -152,16 +153,23 @@ def paged_attention_ref(
 ) -> torch.Tensor:
     """`paged_attention` in torch, the path on CPU."""
     out_THd = torch.empty_like(q_THd)
-    kv_heads, d = cache_HBSd.shape[1], cache_HBSd.shape[-1]
     for group in batch.groups:
-        n, Q = group.row_nQ.shape
-        # Query heads of one key head become rows, so that keys are never repeated in memory: [KVH, n, G * Q, d].
-        q = q_THd[group.row_nQ.flatten()].view(n, Q, kv_heads, -1, d).permute(2, 0, 3, 1, 4).flatten(2, 3)
         k, v = group.gather(cache_HBSd)
-        rows = _attend_tiled(q, k, v, group, scale) if tiled else _attend(q, k, v, group, scale)
-        rows = rows.view(kv_heads, n, -1, Q, d).permute(1, 3, 0, 2, 4)
-        out_THd[group.row_nQ.flatten()] = rows.reshape(n * Q, -1, d)
+        attend_group(q_THd, (k, v), out_THd, group, (scale, tiled))
     return out_THd
+
+
+def attend_group(q_THd, kv_HnSd: tuple[torch.Tensor, torch.Tensor], out_THd, group: Group, rule: tuple) -> None:
+    """Write the group's rows of ``out_THd``; ``rule``: scale, and whether tiled."""
+    k, v = kv_HnSd
+    n, Q = group.row_nQ.shape
+    row_Q = group.row_nQ.flatten()
+    # Query heads of one key head become rows, so that keys are never repeated in memory: [KVH, n, G * Q, d].
+    q = q_THd[row_Q].view(n, Q, len(k), -1, k.shape[-1]).permute(2, 0, 3, 1, 4).flatten(2, 3)
+    scale, tiled = rule
+    rows = (_attend_tiled if tiled else _attend)(q, k, v, group, scale)
+    rows = rows.view(len(k), n, -1, Q, v.shape[-1]).permute(1, 3, 0, 2, 4)
+    out_THd[row_Q] = rows.reshape(n * Q, -1, v.shape[-1])
 
 
 def _attend(q_HnRd, k_HnSd, v_HnSd, group: Group, scale: float) -> torch.Tensor:
@@ -187,7 +195,7 @@ def _attend_tiled(q_HnRd, k_HnSd, v_HnSd, group: Group, scale: float) -> torch.T
 
     peak = q.new_full((len(q), TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(peak)
-    acc = torch.zeros_like(q)
+    acc = q.new_zeros(len(q), TILE_ROWS, v.shape[-1])
     for start in range(0, S + pad_keys, TILE_KEYS):
         k_tile, v_tile = (x[:, start : start + TILE_KEYS].repeat_interleave(tiles, 0) for x in (k, v))
         score = torch.bmm(q, k_tile.transpose(1, 2)) * scale
@@ -198,4 +206,4 @@ def _attend_tiled(q_HnRd, k_HnSd, v_HnSd, group: Group, scale: float) -> torch.T
         total = total * keep + weight.sum(-1, keepdim=True)
         acc = acc * keep + torch.bmm(weight, v_tile)
         peak = new_peak
-    return (acc / total).view(H, n, tiles * TILE_ROWS, d)[:, :, :R].to(q_HnRd.dtype)
+    return (acc / total).view(H, n, tiles * TILE_ROWS, -1)[:, :, :R].to(q_HnRd.dtype)

@@ -15,7 +15,6 @@ from epmoe.ops.attention_work import FIELDS, Work
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MERGED = tl.constexpr(4)  # parts that the last program loads at once
 
 
 @triton.jit
@@ -80,8 +79,9 @@ def merge_parts(part_ptr, lse_ptr, first, parts, spot_stride, row, d, live, D: t
     peak = tl.where(peak == float("-inf"), 0.0, peak)  # rows beyond the tile's
     total = tl.zeros([row.shape[0]], tl.float32)
     acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
-    for begin in range(0, parts, MERGED):
-        part = begin + tl.arange(0, MERGED)
+    at_once: tl.constexpr = 4 if row.shape[0] * d.shape[0] <= 2048 else 1  # as registers allow
+    for begin in range(0, parts, at_once):
+        part = begin + tl.arange(0, at_once)
         spot = first + part[:, None] * spot_stride + row[None, :]
         lse = tl.load(lse_ptr + spot, mask=(part < parts)[:, None], other=float("-inf"), cache_modifier=".cg")
         weight = tl.exp2(lse - peak[None, :])

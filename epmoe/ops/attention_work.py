@@ -45,15 +45,34 @@ class Tiling:
     exact: bool = False
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Key heads, query heads of each; deterministic mode; whether keys are latent rows (`ops.latent`)."""
+
+    kv_heads: int
+    group: int
+    fixed: bool = False
+    latent: bool = False
+
+    @property
+    def decode(self) -> Tiling:
+        """Tiles of sequences with one query."""
+        if self.fixed:
+            return FIXED_LATENT if self.latent else FIXED
+        if self.latent:
+            return Tiling(16, 32) if self.group <= 16 else Tiling(64, 64, warps=8, stages=2)
+        return Tiling(min(64, max(16, 1 << (self.group - 1).bit_length())), 64)
+
+    @property
+    def chunk(self) -> Tiling:
+        """Tiles of prompt chunks."""
+        if self.fixed:
+            return self.decode
+        return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8)
+
+
 FIXED = Tiling(16, 64, 512, exact=True)
-
-
-def decode_tiling(group: int) -> Tiling:
-    """Tiles of one query per sequence."""
-    return Tiling(min(64, max(16, 1 << (group - 1).bit_length())), 64, stages=3)
-
-
-CHUNK = Tiling(128, 64, warps=8)
+FIXED_LATENT = Tiling(16, 32, 512, exact=True)
 
 
 @dataclass(frozen=True)
@@ -126,28 +145,21 @@ def cut(lens_N3: np.ndarray, group: int, tiling: Tiling, items: int | None) -> n
     return np.stack(columns, 1).astype(np.int32)
 
 
-def eager_work(
-    query_lens: list[int], kv_lens: list[int], heads: tuple[int, int, bool], device: torch.device
-) -> list[Work]:
-    """Launches of a step of any mix: decodes split for all SMs, prompt chunks in large tiles.
-
-    Args:
-        heads: key heads, query heads of each, and whether a row's bits may depend on its own keys only.
-    """
-    kv_heads, group, fixed = heads
+def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: torch.device) -> list[Work]:
+    """Launches of a step of any mix: decodes, their keys split for all SMs, and prompt chunks in large tiles."""
     if not query_lens:
         return []
     queries_N, kv_N = np.asarray(query_lens), np.asarray(kv_lens)
     lens_N3 = np.stack((np.cumsum(queries_N) - queries_N, queries_N, kv_N), 1)
-    if fixed:
-        return [_to_device(FIXED, cut(lens_N3, group, FIXED, None), device)]
+    if heads.fixed:
+        return [_to_device(heads.decode, cut(lens_N3, heads.group, heads.decode, None), device)]
     works = []
     single_N = queries_N == 1
-    for tiling, chosen_N in ((decode_tiling(group), single_N), (CHUNK, ~single_N)):
+    for tiling, chosen_N in ((heads.decode, single_N), (heads.chunk, ~single_N)):
         if chosen_N.any():
-            tiles = int(chosen_N.sum()) * -(-group // tiling.rows)
-            limit = item_limit(tiles, kv_heads, sm_count(device)) if tiling is not CHUNK else None
-            item_XF = cut(lens_N3[chosen_N], group, tiling, limit)
+            tiles = int(chosen_N.sum()) * -(-heads.group // tiling.rows)
+            limit = item_limit(tiles, heads.kv_heads, sm_count(device)) if chosen_N is single_N else None
+            item_XF = cut(lens_N3[chosen_N], heads.group, tiling, limit)
             item_XF[:, SEQUENCE] = np.flatnonzero(chosen_N)[item_XF[:, SEQUENCE]]
             works.append(_to_device(tiling, item_XF, device))
     return works

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from epmoe.ops.attention_work import FIELDS, FIXED, SEQUENCE, Work, cut, decode_tiling, item_limit
+from epmoe.ops.attention_work import FIELDS, SEQUENCE, Heads, Work, cut, item_limit
 from epmoe.ops.launch import sm_count
 
 
@@ -21,7 +21,7 @@ from epmoe.ops.launch import sm_count
 class DecodeShape:
     """Sequences N, longest sequence in tokens, tokens of a cache block, key heads, query heads of each key head.
 
-    ``fixed``: deterministic mode.
+    ``fixed``: deterministic mode.  ``latent``: for `ops.latent`.
     """
 
     sequences: int
@@ -30,6 +30,11 @@ class DecodeShape:
     kv_heads: int
     group: int
     fixed: bool = False
+    latent: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.kv_heads, self.group, self.fixed, self.latent)
 
 
 class DecodeBatch:
@@ -41,10 +46,10 @@ class DecodeBatch:
 
     def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self.shape, self.block_size = shape, shape.block_size
-        self._tiling = FIXED if shape.fixed else decode_tiling(shape.group)
+        self._tiling = shape.heads.decode
         tiles = shape.sequences * -(-shape.group // self._tiling.rows)
         if shape.fixed:
-            self._items = tiles * -(-shape.max_kv_len // FIXED.run)
+            self._items = tiles * -(-shape.max_kv_len // self._tiling.run)
         else:
             self._items = item_limit(tiles, shape.kv_heads, sm_count(device))
         N, width = shape.sequences, -(-shape.max_kv_len // shape.block_size)
@@ -66,9 +71,10 @@ class DecodeBatch:
         item_XF = flat[4 * N : 4 * N + self._items * FIELDS].view(-1, FIELDS)
         return position_N, slot_N, item_XF, flat[self._head :].view(-1, N)
 
-    def work(self, kv_heads: int, group: int, fixed: bool) -> list[Work]:
+    def work(self, kv_heads: int, group: int, fixed: bool, latent: bool = False) -> list[Work]:
         """As `AttentionBatch.work`; a batch serves the one shape it was made for."""
-        assert (kv_heads, group, fixed) == (self.shape.kv_heads, self.shape.group, self.shape.fixed)
+        asked = Heads(kv_heads, group, fixed, latent)
+        assert asked == self.shape.heads, f"made for {self.shape.heads}, asked for {asked}"
         return self._work
 
     def fill(self, kv_lens: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:

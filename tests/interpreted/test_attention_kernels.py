@@ -24,6 +24,12 @@ def test_decode_buffers_refilled(heads, fixed):
     attention_cases.check_decode_batch(heads, torch.float32, "cpu", fixed, SHORT)
 
 
+@pytest.mark.parametrize("tiled", [False, True], ids=["ordinary", "tiled"])
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(attention_cases.LATENT, DTYPES)), ids=str)
+def test_latent(shape, dtype, tiled):
+    attention_cases.check_latent(shape, dtype, "cpu", tiled, SHORT)
+
+
 def test_no_tokens():
     batch = attention_cases.Cache([3], (4, 2, 16), torch.float32, "cpu").batch([])
     q = torch.empty(0, 4, 16)

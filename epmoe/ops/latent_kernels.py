@@ -1,0 +1,152 @@
+"""Triton kernel of `ops.latent`: paged multi-head latent attention in absorbed form, items as in `attention_work`.
+
+One row of the cache is the key of every head and, in its first VALUE columns, also the value: it is loaded once for
+both products.  Rows of a tile are (query, head).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from epmoe.ops.attention_kernels import LOG2E, finish, softmax_step
+from epmoe.ops.attention_work import FIELDS, Work
+from epmoe.ops.launch import pdl_options, wait_for_inputs
+
+
+@triton.jit
+def _attend_latents(
+    state, q_value, q_rope, position, start, stop, table_ptr, block_stride, cache_ptr, scale, tile: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add cached tokens ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees."""
+    VALUE: tl.constexpr = tile[0]
+    ROPE: tl.constexpr = tile[1]
+    KEYS: tl.constexpr = tile[2]
+    BLOCK_SIZE: tl.constexpr = tile[3]
+    peak, total, acc = state
+    for first in range(start, stop, KEYS):
+        key = first + tl.arange(0, KEYS)
+        if MASKED:
+            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        source = cache_ptr + slot[:, None] * (VALUE + ROPE)
+        value_at = source + tl.arange(0, VALUE)[None, :]
+        rope_at = source + VALUE + tl.arange(0, ROPE)[None, :]
+        if MASKED:
+            inside = (key < stop)[:, None]
+            value = tl.load(value_at, mask=inside, other=0.0)
+            rope = tl.load(rope_at, mask=inside, other=0.0)
+        else:
+            value = tl.load(value_at)
+            rope = tl.load(rope_at)
+        score = tl.dot(q_value, tl.trans(value), input_precision="ieee")
+        score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * (scale * LOG2E)
+        if MASKED:
+            score = tl.where((key[None, :] <= position[:, None]) & (key < stop)[None, :], score, float("-inf"))
+        weight, keep, peak, total = softmax_step(score, peak, total)
+        acc = tl.dot(weight.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+    return peak, total, acc
+
+
+@triton.jit
+def _latent_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    done_ptr,
+    table_ptr,
+    item_ptr,
+    sequence_stride,
+    block_stride,
+    scale,
+    H: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program: one item."""
+    item = tl.program_id(0)
+    about = item_ptr + item * FIELDS
+    seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
+    context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
+    part, parts = tl.load(about + 7), tl.load(about + 8)
+    wait_for_inputs(PDL)
+    if seq >= 0:
+        row = tl.arange(0, ROWS)
+        position = context + (first_row + row) // H
+        d = tl.arange(0, VALUE)
+        live = (row < rows)[:, None] & (d < VALUE)[None, :]
+        at = token.to(tl.int64) * H + first_row + row  # row of q and out as [T * H, ...]
+        source = q_ptr + at[:, None] * (VALUE + ROPE)
+        q_value = tl.load(source + d[None, :], mask=live, other=0.0)
+        q_rope = tl.load(source + VALUE + tl.arange(0, ROPE)[None, :], mask=(row < rows)[:, None], other=0.0)
+        table = table_ptr + seq.to(tl.int64) * sequence_stride
+        nothing = tl.full([ROWS], float("-inf"), tl.float32)
+        state = (nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUE], tl.float32))
+        full = start
+        tile: tl.constexpr = (VALUE, ROPE, KEYS, BLOCK_SIZE)
+        if not EXACT:
+            seen = tl.minimum(context + first_row // H + 1, stop)  # cached tokens that every row sees
+            full += tl.maximum(seen - start, 0) // KEYS * KEYS
+            state = _attend_latents(
+                state, q_value, q_rope, position, start, full, table, block_stride, cache_ptr, scale, tile, False
+            )
+        state = _attend_latents(
+            state, q_value, q_rope, position, full, stop, table, block_stride, cache_ptr, scale, tile, True
+        )
+        out_at = out_ptr + at[:, None] * VALUE + d[None, :]
+        finish(state, out_at, row, d, live, item, 0, 1, part, parts, part_ptr, lse_ptr, done_ptr, VALUE, SPLIT)
+
+
+def latent_attention_triton(
+    q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch, scale: float, value_dim: int, tiled: bool
+) -> torch.Tensor:
+    """`latent_attention` of `ops.latent` on the device; ``tiled`` takes the fixed tiling."""
+    T, H, d = q_THd.shape
+    assert cache_HBSd.is_contiguous() and cache_HBSd.shape[:2] == (1, 1), f"cache {cache_HBSd.shape}"
+    for size in (value_dim, d - value_dim):
+        assert size >= 16 and size & (size - 1) == 0, f"{d} columns of which {value_dim} are values: no powers of 2"
+    out_THd = torch.empty((T, H, value_dim), dtype=q_THd.dtype, device=q_THd.device)
+    for work in batch.work(1, H, tiled, latent=True):
+        _launch(q_THd.contiguous(), cache_HBSd, out_THd, batch, work, scale)
+    return out_THd
+
+
+def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
+    value_dim = out_THd.shape[2]
+    tiling = work.tiling
+    _latent_kernel[work.item_XF.shape[0],](
+        q_THd,
+        cache_HBSd,
+        out_THd,
+        *work.buffers(1, value_dim),
+        batch.block_table_NP,
+        work.item_XF,
+        batch.block_table_NP.stride(0),
+        batch.block_table_NP.stride(1),
+        scale,
+        H=q_THd.shape[1],
+        VALUE=value_dim,
+        ROPE=q_THd.shape[2] - value_dim,
+        BLOCK_SIZE=batch.block_size,
+        ROWS=tiling.rows,
+        KEYS=tiling.keys,
+        FIELDS=FIELDS,
+        EXACT=tiling.exact,
+        SPLIT=work.split,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **pdl_options(q_THd),
+    )

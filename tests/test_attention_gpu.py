@@ -1,0 +1,65 @@
+"""Attention kernels on a GPU, against float64 loops; every unwritten place of a cache is NaN (``pytest -m gpu``)."""
+
+from __future__ import annotations
+
+import attention_cases
+import pytest
+import torch
+
+from epmoe.ops.attention_kernels import paged_attention_triton
+from epmoe.ops.decode_batch import DecodeShape, decode_batch
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float32]
+MODES = pytest.mark.parametrize("tiled", [False, True], ids=["ordinary", "tiled"])
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", attention_cases.HEADS, ids=str)
+def test_mixed_batch(heads, dtype, tiled):
+    attention_cases.check_mixed(heads, dtype, "cuda", tiled)
+    attention_cases.check_twin(heads, dtype, "cuda", tiled)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", attention_cases.HEADS, ids=str)
+def test_decode_buffers_refilled(heads, dtype, tiled):
+    attention_cases.check_decode_batch(heads, dtype, "cuda", tiled)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", attention_cases.LATENT, ids=str)
+def test_latent(shape, dtype, tiled):
+    attention_cases.check_latent(shape, dtype, "cuda", tiled, [1, 15, 17, 66, 130, 300])
+
+
+@pytest.mark.parametrize("heads", [(32, 4, 128), (4, 2, 24)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiled_bits_do_not_depend_on_batch_or_chunks(heads, dtype):
+    """Also beyond one run of keys."""
+    attention_cases.check_bitwise(heads, dtype, "cuda", [1, 17, 70, 600, 1100], (7, 64, 200))
+
+
+def test_a_captured_decode_is_right_for_every_filling():
+    heads, lens = (32, 4, 128), [1, 40, 700, 3000, 16, 17]
+    cache = attention_cases.Cache(lens, heads, torch.bfloat16, "cuda")
+    for n, length in enumerate(lens):
+        cache.write(n, length)
+    batch = decode_batch(DecodeShape(8, 3000, 16, 4, 8), torch.device("cuda"))
+    q = torch.zeros(8, 32, 128, dtype=torch.bfloat16, device="cuda")
+    paged_attention_triton(q, cache.cache, batch, cache.scale, False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention_triton(q, cache.cache, batch, cache.scale, False)
+    for chosen in ([0], [3, 2], [5, 4, 3, 2, 1, 0], []):
+        spans = [(n, lens[n] - 1, lens[n]) for n in chosen]
+        batch.fill([lens[n] for n in chosen], [cache.blocks[n] for n in chosen])
+        if chosen:
+            q[: len(chosen)] = cache.queries(spans)
+        for _ in range(2):  # the second replay finds the counters as the first left them
+            graph.replay()
+        cache.require_right(out[: len(chosen)], spans)
+        assert (out[len(chosen) :] == 0).all()
