@@ -94,7 +94,7 @@ class AllToAll:
         pairs_W = (rank_TK[..., None] == torch.arange(comm.world, device=x_TD.device)).sum((0, 1))
         counts_W2 = torch.stack((hit_TW.sum(0), pairs_W), 1)
         counts = comm.all_to_all(counts_W2, [1] * comm.world, [1] * comm.world)
-        index_TJ = _rank_index(hit_TW) if reduce else _choice_index(rank_TK)
+        index_TJ = rank_index(hit_TW) if reduce else choice_index(rank_TK)
         self._traffic.tokens += len(x_TD)
         return Sending(counts, counts_W2, hit_TW, x_TD, slot_TK, rank_TK, Home(index_TJ, weight_TK))
 
@@ -113,7 +113,7 @@ class AllToAll:
         wire = _pack(columns)
         payload = self.comm.all_to_all(wire, sizes.rows_W, sizes.received_rows_W)
         received_W = theirs_W2[:, 0].int()
-        self._count(sizes, wire.shape[1])
+        self._count(sizes, [count * wire.shape[1] + 16 for count in sizes.rows_W])
         return replace(sending, sizes=sizes, payload=payload, received_W=received_W)
 
     def dispatch_end(self, sending: Sending, num_slots: int) -> tuple[Received, Route]:
@@ -149,8 +149,7 @@ class AllToAll:
         else:
             rows = weighted_sum(out_MD, pos_RK, received.weight_RK)
             send, receive = sizes.received_rows_W, sizes.rows_W
-        for peer, count in enumerate(send):
-            self._traffic.combine_bytes_W[peer] += count * self.shape.row_bytes
+        self._traffic.combine_bytes_W += [count * self.shape.row_bytes for count in send]
         return Returning(self.comm.all_to_all(rows, send, receive), route.home)
 
     def combine_end(self, returning: Returning, add_TD: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,14 +161,13 @@ class AllToAll:
     def traffic(self) -> Traffic:
         return self._traffic
 
-    def _count(self, sizes: Sizes, row_bytes: int) -> None:
+    def _count(self, sizes: Sizes, bytes_W: list[int]) -> None:
         self._traffic.rows_W += sizes.rows_W
         self._traffic.pairs_W += sizes.pairs_W
-        for peer, count in enumerate(sizes.rows_W):
-            self._traffic.dispatch_bytes_W[peer] += count * row_bytes + 16
+        self._traffic.dispatch_bytes_W += bytes_W
 
 
-def _choice_index(rank_TK: torch.Tensor) -> torch.Tensor:
+def choice_index(rank_TK: torch.Tensor) -> torch.Tensor:
     """int32 ``[T, K]``: row of each (token, choice) in the answer, which comes in (rank, token, choice) order."""
     flat = rank_TK.flatten()
     order = torch.argsort(flat, stable=True)  # choices that go nowhere (-1) come first
@@ -179,7 +177,7 @@ def _choice_index(rank_TK: torch.Tensor) -> torch.Tensor:
     return index.clamp(min=-1).int().view_as(rank_TK)
 
 
-def _rank_index(hit_TW: torch.Tensor) -> torch.Tensor:
+def rank_index(hit_TW: torch.Tensor) -> torch.Tensor:
     """int32 ``[T, W]``: row of each (token, rank) in the answer, which comes in (rank, token) order; -1: none."""
     flat = hit_TW.T.flatten()
     return torch.where(flat, flat.cumsum(0) - 1, -1).int().view(hit_TW.shape[1], -1).T
