@@ -164,6 +164,7 @@ def _time_each(calls: dict, timer: Timer, copies: int, say: Callable) -> dict:
 
 
 def _try(calls: dict) -> str:
+    torch.cuda.synchronize()  # makes the device's context this thread's too
     try:
         for call in calls.values():
             call()

@@ -8,8 +8,8 @@ The arithmetic: rows are quantised in runs of 128 columns; each step of 128 alon
 cores, scaled, and added in float32; the activated values are quantised in runs of 128 features straight from the
 accumulators, never rounded to the model dtype.
 
-A tile has 128 or 256 weight rows in halves of 128 with accumulators of their own: the tensor cores' sum of one step
-then needs registers for one half only.
+A tile has 128 or 256 weight rows in parts of 64 with accumulators of their own: the tensor cores' sum of one step then
+needs registers for one part only, and a part of ``gate_up`` is all gate or all up.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from epmoe.ops.moe_index import MoEIndex, with_block_rows
 from epmoe.ops.tiles import PINNED_ROWS, Choice
 
 DEFAULT = ExpertOptions()
+PART = 64
 
 
 class Fp8ExpertWeights(Protocol):
@@ -66,22 +67,12 @@ def _meant(stored_TC: torch.Tensor, scale_TB: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _step(rows, weights, acc, row_scale, weight_scale, SWAP: tl.constexpr):
-    """acc += one step's product, scaled; ``weight_scale`` is a scalar or one value per weight row."""
+def _step(rows, weights, acc, scale, SWAP: tl.constexpr):
+    """acc += one step's product, scaled; ``scale`` has a value per row."""
     if SWAP:
-        return acc + tl.dot(weights, rows.T) * (weight_scale * row_scale[None, :])
+        return acc + tl.dot(weights, rows.T) * scale[None, :]
     else:
-        return acc + tl.dot(rows, weights.T) * (row_scale[:, None] * weight_scale)
-
-
-@triton.jit
-def _gate_and_up(acc, ROWS: tl.constexpr, SWAP: tl.constexpr):
-    """Accumulators of 64 gate and 64 up rows -> both, ``[pairs, 64]``."""
-    if SWAP:
-        gate, up = acc.reshape(2, 64, ROWS).permute(1, 2, 0).split()
-        return gate.T, up.T
-    else:
-        return acc.reshape(ROWS, 2, 64).permute(0, 2, 1).split()
+        return acc + tl.dot(rows, weights.T) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -107,8 +98,7 @@ def gate_up_fp8_kernel(
 ):
     """``out[m] = act(x[row[m]] @ gate.T) * (x[row[m]] @ up.T)``, quantised: a tile makes one run of 128 features."""
     runs, steps = F // 128, D // 128
-    k, column = tl.arange(0, 128), tl.arange(0, 128)
-    is_gate = column[:, None] < 64 if SWAP else column[None, :] < 64
+    k = tl.arange(0, 128)
     wait_for_inputs(PDL)
     tiles = tl.load(schedule[1] + L) * runs
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -121,7 +111,8 @@ def gate_up_fp8_kernel(
         gate_scale_ptr = weight_scale_ptr + (slot.to(tl.int64) * 2 * runs + n) * steps
         up_scale_ptr = gate_scale_ptr + runs * steps
         at_row = slot * 2 * F + n * COLS
-        low, high = zeros(ROWS, 128, SWAP), zeros(ROWS, 128, SWAP)
+        gate_0, up_0 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
+        gate_1, up_1 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
         x_scale = tl.load(x_scale_ptrs, mask=live, other=0.0)
         gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
         for step in range(steps):
@@ -130,22 +121,24 @@ def gate_up_fp8_kernel(
             ahead = tl.minimum(step + 1, steps - 1)
             next_x_scale = tl.load(x_scale_ptrs + ahead, mask=live, other=0.0)
             next_gate_scale, next_up_scale = tl.load(gate_scale_ptr + ahead), tl.load(up_scale_ptr + ahead)
-            scale = tl.where(is_gate, gate_scale, up_scale)
-            low = _step(rows, weight.load([at_row, step * 128]), low, x_scale, scale, SWAP)
-            high = _step(rows, weight.load([at_row + 128, step * 128]), high, x_scale, scale, SWAP)
+            at = step * 128
+            gate_0 = _step(rows, weight.load([at_row, at]), gate_0, x_scale * gate_scale, SWAP)
+            up_0 = _step(rows, weight.load([at_row + 64, at]), up_0, x_scale * up_scale, SWAP)
+            gate_1 = _step(rows, weight.load([at_row + 128, at]), gate_1, x_scale * gate_scale, SWAP)
+            up_1 = _step(rows, weight.load([at_row + 192, at]), up_1, x_scale * up_scale, SWAP)
             x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
             x_ptrs += 128
-        gate, up = _gate_and_up(low, ROWS, SWAP)
-        low_value = activate(gate, up, ACT)
-        gate, up = _gate_and_up(high, ROWS, SWAP)
-        high_value = activate(gate, up, ACT)
-        largest = tl.maximum(tl.max(tl.abs(low_value), 1), tl.max(tl.abs(high_value), 1))
-        low_stored, out_scale = to_fp8(low_value, largest[:, None])
-        high_stored, out_scale = to_fp8(high_value, largest[:, None])
+        axis: tl.constexpr = 0 if SWAP else 1
+        value_0, value_1 = activate(gate_0, up_0, ACT), activate(gate_1, up_1, ACT)
+        largest = tl.maximum(tl.max(tl.abs(value_0), axis), tl.max(tl.abs(value_1), axis))
+        stored_0, out_scale = to_fp8(value_0, tl.expand_dims(largest, axis))
+        stored_1, out_scale = to_fp8(value_1, tl.expand_dims(largest, axis))
         feature = n * 128 + tl.arange(0, 64)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * F + feature[None, :]
-        tl.store(out_ptrs, low_stored, mask=live[:, None])
-        tl.store(out_ptrs + 64, high_stored, mask=live[:, None])
+        if SWAP:
+            stored_0, stored_1 = stored_0.T, stored_1.T
+        tl.store(out_ptrs, stored_0, mask=live[:, None])
+        tl.store(out_ptrs + 64, stored_1, mask=live[:, None])
         tl.store(out_scale_ptr + pair.to(tl.int64) * runs + n, out_scale.reshape(ROWS), mask=live)
 
 
@@ -180,24 +173,30 @@ def down_fp8_kernel(
         low_ptr = weight_scale_ptr + (slot.to(tl.int64) * (D // 128) + block) * steps
         high_ptr = low_ptr + tl.where(block + 1 < D // 128, steps, 0)
         at_row = slot * D + n * COLS
-        low = zeros(ROWS, 128, SWAP)
-        high = zeros(ROWS, 128, SWAP)
+        out_0, out_1 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
+        out_2, out_3 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
         act_scale = tl.load(act_scale_ptrs, mask=live, other=0.0)
         low_scale, high_scale = tl.load(low_ptr), tl.load(high_ptr)
         for step in range(steps):
-            rows = act.load([first, step * 128])
+            at = step * 128
+            rows = act.load([first, at])
             ahead = tl.minimum(step + 1, steps - 1)
             next_act_scale = tl.load(act_scale_ptrs + ahead, mask=live, other=0.0)
             next_low_scale, next_high_scale = tl.load(low_ptr + ahead), tl.load(high_ptr + ahead)
-            low = _step(rows, weight.load([at_row, step * 128]), low, act_scale, low_scale, SWAP)
+            out_0 = _step(rows, weight.load([at_row, at]), out_0, act_scale * low_scale, SWAP)
+            out_1 = _step(rows, weight.load([at_row + 64, at]), out_1, act_scale * low_scale, SWAP)
             if COLS == 256:
-                high = _step(rows, weight.load([at_row + 128, step * 128]), high, act_scale, high_scale, SWAP)
+                out_2 = _step(rows, weight.load([at_row + 128, at]), out_2, act_scale * high_scale, SWAP)
+                out_3 = _step(rows, weight.load([at_row + 192, at]), out_3, act_scale * high_scale, SWAP)
             act_scale, low_scale, high_scale = next_act_scale, next_low_scale, next_high_scale
-        column = n * COLS + tl.arange(0, 128)
+        column = n * COLS + tl.arange(0, 64)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + column[None, :]
-        _store(out_ptrs, low, live[:, None] & (column < D)[None, :], SWAP)
+        _store(out_ptrs, out_0, live[:, None], SWAP)
+        _store(out_ptrs + 64, out_1, live[:, None], SWAP)
         if COLS == 256:
-            _store(out_ptrs + 128, high, live[:, None] & (column + 128 < D)[None, :], SWAP)
+            inside = live[:, None] & (column + 128 < D)[None, :]
+            _store(out_ptrs + 128, out_2, inside, SWAP)
+            _store(out_ptrs + 192, out_3, inside, SWAP)
 
 
 @triton.jit
@@ -252,7 +251,7 @@ def gate_up_fp8_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, ac
     x_RD, x_scale_RB = quantize_rows_triton(rows_RD)
     out_MF = x_RD.new_empty((index.row_M.numel(), features))
     out_scale_MB = x_scale_RB.new_empty((index.row_M.numel(), features // BLOCK))
-    weight = rows_descriptor(weights.gate_up.view(-1, hidden), BLOCK, BLOCK)
+    weight = rows_descriptor(weights.gate_up.view(-1, hidden), PART, BLOCK)
     schedule = (index.offset_L1, index.blocks.offset_L1, index.blocks.slot_B)
     operands = (x_RD, x_scale_RB, weight, weights.gate_up_scale, out_MF, out_scale_MB, index.row_M, schedule)
     sizes = (slots, hidden, features)
@@ -266,7 +265,7 @@ def down_fp8_triton(act: tuple, index: MoEIndex, weights, config: TileConfig, nu
     slots, hidden, features = weights.down.shape
     out_MD = act_MF.new_empty((act_MF.shape[0], hidden), dtype=dtype)
     rows = rows_descriptor(act_MF, index.blocks.rows, BLOCK)
-    weight = rows_descriptor(weights.down.view(-1, features), BLOCK, BLOCK)
+    weight = rows_descriptor(weights.down.view(-1, features), PART, BLOCK)
     schedule = (index.offset_L1, index.blocks.offset_L1, index.blocks.slot_B)
     operands = (rows, act_scale_MB, weight, weights.down_scale, out_MD, schedule, slots, hidden, features)
     _launch(down_fp8_kernel, operands, index, triton.cdiv(hidden, config.cols), config, num_sms)
