@@ -73,9 +73,8 @@ def merge_parts(part_ptr, lse_ptr, first, parts, spot_stride, row, d, live, D: t
         live: of ``[rows, D2]``.
     """
     peak = tl.full([row.shape[0]], float("-inf"), tl.float32)
-    for part in range(parts):
-        lse = tl.load(lse_ptr + first + part * spot_stride + row, cache_modifier=".cg")
-        peak = tl.maximum(peak, lse)
+    for n in range(parts):
+        peak = tl.maximum(peak, tl.load(lse_ptr + first + n * spot_stride + row, cache_modifier=".cg"))
     peak = tl.where(peak == float("-inf"), 0.0, peak)  # rows beyond the tile's
     total = tl.zeros([row.shape[0]], tl.float32)
     acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
