@@ -107,7 +107,8 @@ def _latent_kernel(
             state, q_value, q_rope, position, full, stop, table, block_stride, cache_ptr, scale, tile, True
         )
         out_at = out_ptr + at[:, None] * VALUE + d[None, :]
-        finish(state, out_at, row, d, live, item, tl.program_id(1), 1, part, parts, part_ptr, lse_ptr, done_ptr, VALUE, SPLIT)
+        head = tl.program_id(1)  # the only one
+        finish(state, out_at, row, d, live, item, head, 1, part, parts, part_ptr, lse_ptr, done_ptr, VALUE, SPLIT)
 
 
 def latent_attention_triton(
