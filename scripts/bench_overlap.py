@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""How much of the communication two lanes hide, on one GPU with an EMULATED link.
+
+    scripts/bench_overlap.py --emulate-ranks 8 --link-gbps 340,400 [--shapes ...] [--tokens 2048,4096] [--json FILE]
+
+One rank's real attention, router and expert kernels over several layers in one captured graph, driven by the engine's
+own schedule (``epmoe/moe/overlap.py``).  The exchange is stood in for by a kernel of C CTAs that moves the real bytes
+within this GPU's memory and is paced to the link: nothing leaves the GPU.  Compute plans for the other SMs in both
+modes.  Modes are replayed A B A B.
+
+``bound``: makespan of the two lanes' stage graph on one compute and one communication resource
+(``epmoe/moe/makespan.py``), from stage times of half a batch measured alone.  ``hidden`` = (sum of compute + sum of
+communication - overlapped) / sum of communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from epmoe.moe.makespan import best_makespan, layer_tasks  # noqa: E402
+from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
+from epmoe.ops.blas import blas_sms  # noqa: E402
+from scripts import overlap_bench_lib as lib  # noqa: E402
+
+NOTE = (
+    "the link is EMULATED: one GPU, a kernel of {ctas} CTAs moves a rank's real bytes in local memory, paced to the"
+    " stated GB/s; no other GPU takes part"
+)
+COMPUTE = ("attention", "router", "shared", "experts", "sum")
+TRAVEL = ("dispatch", "combine")
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, warm_ms: float, timed_ms: float) -> float:
+    """Microseconds of one replay under the clocks that the load itself brings about."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    graph.replay()
+    marks[0].record()
+    graph.replay()
+    marks[1].record()
+    marks[1].synchronize()
+    once = max(marks[0].elapsed_time(marks[1]), 1e-3)
+    for _ in range(int(warm_ms / once)):
+        graph.replay()
+    count = max(1, int(timed_ms / once))
+    marks[0].record()
+    for _ in range(count):
+        graph.replay()
+    marks[1].record()
+    marks[1].synchronize()
+    return marks[0].elapsed_time(marks[1]) * 1e3 / count
+
+
+def step_graph(rank: lib.Rank, tokens: int, lanes: int, num_sms: int) -> tuple[torch.cuda.CUDAGraph, list]:
+    """The layers in one or two lanes; the outputs of a first run for comparison."""
+    torch.manual_seed(tokens)
+    inputs = rank.inputs(tokens, lanes)
+    rank.fix_traffic(inputs)
+    travel = open_travel(rank.exchange)
+    outputs: list = []
+
+    def run() -> None:
+        stages = [rank.lane(n, lane, num_sms) for n, lane in enumerate(inputs)]
+        outputs[:] = run_lanes(stages, rank.exchange.comm.at, travel)
+
+    with blas_sms(num_sms):
+        return capture(run), outputs
+
+
+def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int) -> dict[str, torch.cuda.CUDAGraph]:
+    """Each stage alone, once a layer, with every layer's own weights."""
+    exchange, traffic = rank.exchange, rank.exchange.traffic[number]
+    x = lane.x_TD
+    routing = rank.moe[0].route(x)
+    sending = exchange.dispatch_begin(x, routing.slot_TK, routing.weight_TK, number)
+    received, way_back = exchange.dispatch_end(sending, rank.slots)
+    out_MD = rank.moe[0].experts(received, num_sms)
+    returning = exchange.combine_begin(out_MD, way_back)
+    residual = torch.zeros_like(x)
+
+    def experts(n: int) -> None:
+        got, _ = exchange.dispatch_end((traffic, sending[1], number), rank.slots)
+        rank.moe[n].experts(got, num_sms)
+
+    stages = {
+        "attention": lambda n: rank.attention(n, x, residual, lane),
+        "router": lambda n: rank.moe[n].route(x),
+        "dispatch": lambda n: exchange.dispatch_begin(x, routing.slot_TK, routing.weight_TK, number),
+        "experts": experts,
+        "combine": lambda n: exchange.combine_begin(out_MD, way_back),
+        "sum": lambda n: exchange.combine_end(returning, x),
+    }
+    if rank.shape.shared:
+        stages["shared"] = lambda n: rank.moe[n].shared(x)
+    graphs = {}
+    for name, stage in stages.items():
+        with blas_sms(num_sms):
+            graphs[name] = capture(lambda stage=stage: [stage(n) for n in range(rank.layers)] and None)
+    return graphs
+
+
+def stage_times(rank, tokens: int, lanes: int, num_sms: int, ms: tuple[float, float]) -> list[dict[str, float]]:
+    """Microseconds of each stage of each lane, alone."""
+    torch.manual_seed(tokens)
+    inputs = rank.inputs(tokens, lanes)
+    rank.fix_traffic(inputs)
+    times = []
+    for number, lane in enumerate(inputs):
+        if len(lane.x_TD):
+            graphs = stage_graphs(rank, lane, number, num_sms)
+            times.append({name: replay_us(graph, *ms) / rank.layers for name, graph in graphs.items()})
+    return times
+
+
+def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float]) -> dict:
+    num_sms = free_sms(rank.exchange)
+    modes = {}
+    graphs = {}
+    for name, lanes in (("unsplit", 1), ("overlapped", 2)):
+        if lanes == 2 and tokens < 2:
+            continue
+        graphs[name], outputs = step_graph(rank, tokens, lanes, num_sms)
+        graphs[name].replay()
+        torch.cuda.synchronize()
+        modes[name] = torch.cat([out.float() for out in outputs])
+        assert bool(modes[name].isfinite().all()), f"{name}: outputs are not finite"
+    times = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph, *ms))
+    median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+    case = {"tokens": tokens, "us": median, "all_us": times}
+    case["lanes_us"] = stage_times(rank, tokens, 2 if tokens > 1 else 1, num_sms, ms)
+    case["unsplit_us"] = stage_times(rank, tokens, 1, num_sms, ms)[0]
+    compute = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in COMPUTE)
+    travel = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in TRAVEL)
+    bound, exact = best_makespan(layer_tasks(case["lanes_us"], rank.layers))
+    case |= {"compute_us": compute, "travel_us": travel, "bound_us": bound, "bound_is_exact": exact}
+    if "overlapped" in median:
+        case["ratio_to_bound"] = median["overlapped"] / bound
+        case["hidden"] = (compute + travel - median["overlapped"]) / travel
+        case["fits"] = all(
+            lane["dispatch"] <= lane["attention"] + lane.get("shared", 0) and lane["combine"] <= lane["experts"]
+            for lane in case["lanes_us"]
+        )
+        case["apart"] = float((modes["unsplit"] - modes["overlapped"]).norm() / modes["unsplit"].norm())
+    return case
+
+
+def show(shape: str, gbps: float, case: dict) -> None:
+    us = case["us"]
+    line = f"{shape:14s} link {gbps:g} T {case['tokens']:5d}  unsplit {us['unsplit']:9.1f} us"
+    if "overlapped" in us:
+        line += (
+            f"  overlapped {us['overlapped']:9.1f} ({us['unsplit'] / us['overlapped']:.2f}x)"
+            f"  bound {case['bound_us']:9.1f}  ratio {case['ratio_to_bound']:.3f}  hidden {case['hidden']:6.1%}"
+            f"  fits {case['fits']}  compute {case['compute_us']:.0f}  travel {case['travel_us']:.0f}"
+            f"  apart {case['apart']:.1e}"
+        )
+    print(line)
+    for lane in case["lanes_us"]:
+        print("    half ", {name: round(t, 1) for name, t in lane.items()})
+    print("    whole", {name: round(t, 1) for name, t in case["unsplit_us"].items()}, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulate-ranks", type=int, default=8)
+    parser.add_argument("--link-gbps", default="340,400")
+    parser.add_argument("--shapes", default=",".join(lib.SHAPES))
+    parser.add_argument("--tokens", default="2048,4096")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ctas", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ms", default="60,60", help="warm-up and timed milliseconds of each measurement")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    ms = tuple(map(float, args.ms.split(",")))
+    report = {"note": NOTE.format(ctas=args.ctas), "device": torch.cuda.get_device_name(), "cases": []}
+    report |= {"torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
+    print(report["note"])
+    for name in args.shapes.split(","):
+        rank = lib.Rank(lib.SHAPES[name], args.emulate_ranks, args.layers, 8 if name.startswith("qwen") else 2)
+        for gbps in map(float, args.link_gbps.split(",")):
+            rank.connect(lib.EmulatedExchange(args.emulate_ranks, lib.Link(gbps, args.ctas), rank.shape.hidden))
+            for tokens in map(int, args.tokens.split(",")):
+                try:
+                    started = time.monotonic()
+                    with torch.inference_mode():
+                        case = run_case(rank, tokens, args.rounds, ms)
+                    report["cases"].append({"shape": name, "gbps": gbps, **case})
+                    show(name, gbps, case)
+                    print(f"    {time.monotonic() - started:.1f} s", flush=True)
+                except Exception:
+                    traceback.print_exc(limit=-6)
+                    torch.cuda.synchronize()
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1))
+        del rank
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Pieces of bench_overlap.py: layers of real weights, and an exchange whose link is emulated on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from epmoe.comm import Comm
+from epmoe.model.attention import attend
+from epmoe.model.weights import AttentionWeights, DenseMLP, ExpertWeights, LayerWeights, MoEWeights
+from epmoe.moe.exchange import Received
+from epmoe.moe.layer import MoELayer
+from epmoe.moe.overlap import ATTENTION, HEAD, Lane, Step
+from epmoe.ops.attention import AttentionBatch
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.moe_index import build_index
+from epmoe.ops.norm import add_rms_norm
+from epmoe.ops.rotary import rotary_table
+from epmoe.ops.router import RouterRule
+
+BLOCK = 16
+PROMPT = 1024  # tokens of a prompt in a prefill step, cached tokens of a request in a decode step
+DECODE = 256  # up to so many tokens a step is decoding, one token of each request
+DTYPE = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on CPU nothing is timed: it serves the tests
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of a model, as a rank of an expert-parallel group has it."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    features: int
+    rule: RouterRule
+    shared: int = 0  # features of the shared experts
+    qk_norm: str | None = None
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b-a3b", 2048, 32, 4, 128, 128, 8, 768, RouterRule(renormalize=True), qk_norm="head"),
+        Shape(
+            "dsv3-like", 7168, 128, 8, 128, 256, 8, 2048,
+            RouterRule("sigmoid", groups=8, top_groups=4, group_score="top2", renormalize=True, scale=2.5),
+            shared=2048,
+        ),
+    )
+}  # fmt: skip
+
+
+def random_weight(*size: int) -> torch.Tensor:
+    weight = torch.empty(size, device=DEVICE, dtype=DTYPE)
+    for part in weight if len(size) > 2 else [weight]:
+        part.copy_(torch.randn(part.shape, device=DEVICE) * size[-1] ** -0.5)
+    return weight
+
+
+def make_layer(shape: Shape, ranks: int) -> LayerWeights:
+    """One rank's weights: attention, router, shared experts, and its share of the experts."""
+    D, heads, slots = shape.hidden, shape.heads, shape.experts // ranks
+    norm = torch.ones(shape.head_dim, device=DEVICE, dtype=DTYPE) if shape.qk_norm else None
+    qkv = random_weight((heads + 2 * shape.kv_heads) * shape.head_dim, D)
+    attention = AttentionWeights(qkv, None, random_weight(D, heads * shape.head_dim), None, norm, norm)
+    experts = ExpertWeights(random_weight(slots, 2 * shape.features, D), random_weight(slots, D, shape.features))
+    shared = DenseMLP(random_weight(2 * shape.shared, D), random_weight(D, shape.shared)) if shape.shared else None
+    ones = torch.ones(D, device=DEVICE, dtype=DTYPE)
+    moe = MoEWeights(random_weight(shape.experts, D), None, None, experts, shared, None)
+    return LayerWeights(ones, attention, ones, moe)
+
+
+@triton.jit
+def _move_kernel(
+    rows_ptr, index_ptr, count_ptr, weight_ptr, out_ptr, R, D, due_ns,
+    J: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """``out[r] = sum_j weight[r, j] * rows[index[r, j]]`` over the first count[r] j, no sooner than ``due_ns`` after
+    the start; progress is paced step by step."""
+    start = globaltimer()
+    ctas = tl.num_programs(0)
+    steps = tl.cdiv(tl.cdiv(R, ROWS), ctas)
+    for step in range(steps):
+        row = (step * ctas + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        count = tl.load(count_ptr + row, mask=row < R, other=0)
+        for first in range(0, D, COLS):
+            col = first + tl.arange(0, COLS)
+            if J == 1:
+                source = tl.load(index_ptr + row, mask=row < R, other=0).to(tl.int64)
+                mask = (row < R)[:, None] & (col < D)[None, :]
+                total = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
+            else:
+                total = tl.zeros([ROWS, COLS], tl.float32)
+                for j in range(tl.max(count, 0)):
+                    live = j < count
+                    source = tl.load(index_ptr + row * J + j, mask=live, other=0).to(tl.int64)
+                    weight = tl.load(weight_ptr + row * J + j, mask=live, other=0.0)
+                    mask = live[:, None] & (col < D)[None, :]
+                    part = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
+                    total += part.to(tl.float32) * weight[:, None]
+            spot = out_ptr + row.to(tl.int64)[:, None] * D + col[None, :]
+            mask = (row < R)[:, None] & (col < D)[None, :]
+            tl.store(spot, total.to(out_ptr.dtype.element_ty), mask=mask)
+        due = start + due_ns * (step + 1) // steps
+        now = globaltimer()
+        while now < due:
+            now = globaltimer()
+
+
+@dataclass(frozen=True)
+class Link:
+    """The emulated link: GB/s of what leaves the rank, and the CTAs that move it."""
+
+    gbps: float
+    ctas: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one lane sends and receives in a layer, fixed before capture from the router's own choices.
+
+    Every rank is taken to route as this one does: the rows that this rank sends to the ranks 0 .. W-1 stand for those
+    that it receives from them.  Rows are in the order of how many choices they serve.
+    """
+
+    token_R: torch.Tensor  # int32: token of each row
+    local_RK: torch.Tensor  # int32 local slots, those of this row's rank first, then -1
+    count_R: torch.Tensor  # int32: how many those are
+    weight_RK: torch.Tensor
+    index_TW: torch.Tensor  # int32: row of (token, rank), or -1
+    remote: int  # rows that leave the rank
+
+    @staticmethod
+    def of(expert_TK: torch.Tensor, weight_TK: torch.Tensor, ranks: int, slots: int) -> Traffic:
+        T, K = expert_TK.shape
+        rank_TK = expert_TK.long() // slots
+        hit_TW = torch.zeros(T, ranks, dtype=torch.bool, device=DEVICE).scatter_(1, rank_TK, True)
+        token_R, dest_R = hit_TW.nonzero(as_tuple=True)
+        here_RK = rank_TK[token_R] == dest_R[:, None]
+        order_R = here_RK.sum(1).argsort(stable=True)
+        token_R, dest_R, here_RK = token_R[order_R], dest_R[order_R], here_RK[order_R]
+        first_RK = here_RK.int().argsort(dim=1, descending=True, stable=True)
+        local_RK = torch.where(here_RK, expert_TK[token_R] % slots, -1).gather(1, first_RK)
+        index_TW = torch.full((T, ranks), -1, dtype=torch.int32, device=DEVICE)
+        index_TW[token_R, dest_R] = torch.arange(len(token_R), dtype=torch.int32, device=DEVICE)
+        weight_RK = weight_TK[token_R].gather(1, first_RK)
+        remote = int((dest_R != 0).sum())
+        count_R = here_RK.sum(1).int()
+        return Traffic(token_R.int(), local_RK.int(), count_R, weight_RK, index_TW, remote)
+
+
+class EmulatedExchange:
+    """The contract of ``epmoe.moe.exchange`` in reduce mode; ``C`` CTAs move the real bytes within this GPU's memory,
+    paced to the link.  ``traffic`` by (number of tokens, lane)."""
+
+    name = "emulated"
+    capturable = True
+    waits_for_counts = may_overflow = False
+
+    def __init__(self, ranks: int, link: Link, hidden: int) -> None:
+        self.comm = Comm(0, ranks, torch.device(DEVICE))
+        self.link, self.ctas, self.hidden = link, link.ctas, hidden
+        self.traffic: dict[int, Traffic] = {}  # by lane
+
+    def _move(self, rows_ND, index_RJ, weight_RJ, traffic: Traffic) -> torch.Tensor:
+        R = len(traffic.token_R)
+        if DEVICE == "cpu":
+            return weighted_sum(rows_ND, index_RJ, weight_RJ)
+        out_RD = torch.empty(R, self.hidden, dtype=DTYPE, device=DEVICE)
+        if R:
+            due_ns = round(traffic.remote * self.hidden * DTYPE.itemsize / self.link.gbps)
+            _move_kernel[(self.link.ctas,)](
+                rows_ND,
+                index_RJ,
+                traffic.count_R,
+                weight_RJ,
+                out_RD,
+                R,
+                self.hidden,
+                due_ns,
+                J=index_RJ.shape[1],
+                ROWS=8,
+                COLS=1024,
+                num_warps=8,
+            )
+        return out_RD
+
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
+        traffic = self.traffic[lane]
+        return traffic, self._move(x_TD, traffic.token_R[:, None], None, traffic), lane
+
+    def dispatch_send(self, sending):
+        return sending
+
+    def dispatch_end(self, sending, num_slots: int):
+        traffic, rows_RD, lane = sending
+        R, K = traffic.local_RK.shape
+        index = build_index(traffic.local_RK, num_slots)
+        pairs = int(traffic.index_TW.shape[0] * K)
+        received = Received(rows_RD, R, R * K, pairs, traffic.count_R[:0], index, traffic.weight_RK)
+        return received, (traffic, received, lane)
+
+    def combine_begin(self, out_MD, route):
+        traffic, received, lane = route
+        return traffic, self._move(out_MD, received.index.pos_RK, traffic.weight_RK, traffic)
+
+    def combine_end(self, returning, add_TD=None):
+        traffic, rows_RD = returning
+        return weighted_sum(rows_RD, traffic.index_TW, None, add_TD)
+
+
+@dataclass(frozen=True)
+class LaneInput:
+    """Hidden rows of one lane and where its tokens stand."""
+
+    x_TD: torch.Tensor
+    attention: AttentionBatch
+    cos_sin: torch.Tensor
+
+
+def cut(query_lens: list[int], kv_lens: list[int], tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Two lanes of about equal tokens; a prompt in the middle is cut."""
+    first: tuple[list[int], list[int]] = ([], [])
+    rest: tuple[list[int], list[int]] = ([], [])
+    left = tokens - tokens // 2
+    for count, kv in zip(query_lens, kv_lens):
+        early = min(count, left)
+        left -= early
+        if early:
+            first[0].append(early)
+            first[1].append(kv - (count - early))
+        if count > early:
+            rest[0].append(count - early)
+            rest[1].append(kv)
+    return [first, rest]
+
+
+def step_lengths(tokens: int) -> tuple[list[int], list[int]]:
+    """Queries and cached tokens of each sequence of a step: decoding up to DECODE tokens, whole prompts beyond."""
+    if tokens <= DECODE:
+        return [1] * tokens, [PROMPT] * tokens
+    lengths = [PROMPT] * (tokens // PROMPT) + ([tokens % PROMPT] if tokens % PROMPT else [])
+    return lengths, list(lengths)
+
+
+def lane_input(shape: Shape, lens: tuple[list[int], list[int]], first_block: list[int], table) -> LaneInput:
+    """A lane of sequences with ``lens`` = (queries, cached tokens); ``first_block`` of each in the cache."""
+    query_lens, kv_lens = lens
+    tokens = sum(query_lens)
+    positions = [p for q, kv in zip(query_lens, kv_lens) for p in range(kv - q, kv)]
+    slots = [b * BLOCK + p for b, q, kv in zip(first_block, query_lens, kv_lens) for p in range(kv - q, kv)]
+    width = max((-(-kv // BLOCK) for kv in kv_lens), default=1)
+    blocks = [[b + i for i in range(width)] for b in first_block]
+    batch = AttentionBatch(
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        block_table_NP=torch.tensor(blocks, dtype=torch.int32, device=DEVICE).view(len(blocks), width),
+        position_T=torch.tensor(positions, dtype=torch.int64, device=DEVICE),
+        slot_T=torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+        block_size=BLOCK,
+    )
+    x_TD = torch.randn(tokens, shape.hidden, device=DEVICE).to(DTYPE)
+    return LaneInput(x_TD, batch, table[batch.position_T])
+
+
+class Rank:
+    """One rank of ``ranks``: layers of real weights (fewer distinct ones than layers, to fit), a cache, the link."""
+
+    def __init__(self, shape: Shape, ranks: int, layers: int, distinct: int) -> None:
+        self.shape, self.ranks, self.layers = shape, ranks, layers
+        self.slots = shape.experts // ranks
+        weights = [make_layer(shape, ranks) for _ in range(distinct)]
+        self.weights = [weights[n % distinct] for n in range(layers)]
+        self.blocks = 8192 // BLOCK + 1024
+        self.blocks = max(self.blocks, DECODE * (PROMPT // BLOCK) + 64)
+        size = (2, 2, shape.kv_heads, self.blocks, BLOCK, shape.head_dim)
+        self.cache = torch.zeros(size, device=DEVICE, dtype=DTYPE)
+        self.table = rotary_table(4096, shape.head_dim, 1e6, DTYPE).to(DEVICE)
+        self.config = SimpleNamespace(
+            rms_norm_eps=1e-6, head_dim=shape.head_dim, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
+            qk_norm=shape.qk_norm, clip_qkv=None,
+        )  # fmt: skip
+        self.serve_E = torch.arange(shape.experts, dtype=torch.int32, device=DEVICE)
+        self.moe: list[MoELayer] = []
+
+    def connect(self, exchange: EmulatedExchange) -> None:
+        self.exchange = exchange
+        self.moe = [
+            MoELayer(n, w.mlp, self.shape.rule, self.shape.top_k, self.serve_E, exchange, False)
+            for n, w in enumerate(self.weights)
+        ]
+
+    def inputs(self, tokens: int, lanes: int) -> list[LaneInput]:
+        query_lens, kv_lens = step_lengths(tokens)
+        parts = cut(query_lens, kv_lens, tokens) if lanes == 2 else [(query_lens, kv_lens)]
+        per = -(-max(kv_lens) // BLOCK)
+        firsts = [n * per for n in range(len(query_lens))]
+        out, at = [], 0
+        for part in parts:
+            starts = firsts[at : at + len(part[0])]
+            whole = part is not parts[0] or lanes == 1
+            if not whole:
+                at += sum(kv == full for kv, full in zip(part[1], kv_lens))
+            out.append(lane_input(self.shape, part, starts, self.table))
+        return out
+
+    def fix_traffic(self, lanes: list[LaneInput]) -> None:
+        for number, lane in enumerate(lanes):
+            routing = self.moe[0].route(lane.x_TD)
+            self.exchange.traffic[number] = Traffic.of(routing.expert_TK, routing.weight_TK, self.ranks, self.slots)
+
+    def attention(self, layer: int, x, residual, lane: LaneInput):
+        weights, eps = self.weights[layer], 1e-6
+        x, residual = add_rms_norm(x, residual, weights.input_norm, eps)
+        x = attend(x, weights.attention, self.cache[layer % 2], lane.attention, lane.cos_sin, (self.config, False))
+        return add_rms_norm(x, residual, weights.post_norm, eps)
+
+    def lane(self, number: int, lane: LaneInput, num_sms: int) -> Lane[torch.Tensor]:
+        """The decoder's lane without embedding and head."""
+        x, residual = lane.x_TD, torch.zeros_like(lane.x_TD)
+        for index in range(self.layers):
+            yield Step(ATTENTION, index)
+            x, residual = self.attention(index, x, residual, lane)
+            x, _ = yield from self.moe[index].stages(x, None, number, num_sms)
+        yield Step(HEAD, -1)
+        return x + residual
