@@ -26,7 +26,13 @@ def _gpu():
 
 @pytest.mark.parametrize("name", moe_cases.RULES)
 def test_router(name):
-    moe_cases.check_router(route, name, "cuda", torch.float32)
+    moe_cases.check_router(route, name, "cuda", torch.float32, moe_cases.ROUTER_SIZES + moe_cases.LARGE_ROUTER_SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", moe_cases.ROUNDING_RULES)
+def test_router_rounds_to_the_logits_dtype(name, dtype):
+    moe_cases.check_router(route, name, "cuda", dtype)
 
 
 def test_index():

@@ -4,7 +4,6 @@ import fp8_cases
 import moe_cases
 import pytest
 import torch
-import triton.language as tl
 from triton import knobs
 
 from epmoe.ops.experts_fp8 import down_fp8_triton, expert_mlp_fp8_ref, gate_up_fp8_triton
@@ -13,22 +12,6 @@ from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import build_index_ref, build_index_triton
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
-
-
-@pytest.fixture(autouse=True)
-def _rounding(monkeypatch):
-    """The interpreter loses the carry where a mantissa rounds up to a power of two; torch's conversion does not."""
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def patched(value, source, target, rounding):
-        if source == tl.float32 and target == tl.float8e4nv:
-            stored = torch.from_numpy(value.copy()).view(torch.float32).to(torch.float8_e4m3fn)
-            return stored.view(torch.uint8).numpy()
-        return convert(value, source, target, rounding)
-
-    monkeypatch.setattr(interpreter, "_convert_float", patched)
 
 
 def test_rows_are_quantised_as_by_the_twin():

@@ -22,6 +22,13 @@ HALF = torch.float16  # the interpreter cannot multiply bfloat16
 @pytest.mark.parametrize("name", moe_cases.RULES)
 def test_router_equals_its_twin(name):
     moe_cases.check_router(route_triton, name, "cpu", torch.float32)
+    moe_cases.check_router(route_triton, name, "cpu", torch.float32, moe_cases.LARGE_ROUTER_SIZES[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
+@pytest.mark.parametrize("name", moe_cases.ROUNDING_RULES)
+def test_router_rounds_to_the_logits_dtype(name, dtype):
+    moe_cases.check_router(route_triton, name, "cpu", dtype)
 
 
 @pytest.mark.parametrize("one_kernel", [True, False])
