@@ -7,8 +7,11 @@ Two groups: ``data`` carries token rows (NCCL on GPUs, gloo on CPU), ``control``
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -44,6 +47,7 @@ class Comm:
     control: dist.ProcessGroup | None = None
     at: Position = field(default_factory=Position)
     on_nccl: bool = False  # rows travel on NCCL
+    on_work: Callable[[dist.Work], None] | None = None  # sees the exchanges of rows that the host waits for
 
     def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Pending:
         """Start an exchange of rows: ``send[w]`` rows of ``rows`` go to rank w, ``receive[w]`` come from it, in rank
@@ -70,6 +74,8 @@ class Comm:
         if self.on_nccl:
             work.wait()
             return Pending(rows, None)
+        if self.on_work is not None:
+            self.on_work(work)
         return Pending(rows, work, sent)
 
     def all_gather_headers(self, header: np.ndarray) -> np.ndarray:
@@ -114,12 +120,20 @@ class PeerMemory:
     """A buffer of the same size on every rank, each mapped into every rank.
 
     ``peers``: uint8 tensors, one a rank; ``local`` is this rank's.  ``table_W``: int64, their addresses, for kernels.
+    ``processes``: a descriptor of each rank's process that becomes readable when it ends, or None.
     """
 
     local: torch.Tensor
     peers: list[torch.Tensor]
     table_W: torch.Tensor
-    handle: object
+    processes: list[int | None]
+    handle: object = None
+
+    def gone(self) -> int | None:
+        """A rank whose process has ended."""
+        held = {process: rank for rank, process in enumerate(self.processes) if process is not None}
+        ended = select.select(list(held), [], [], 0)[0]
+        return min((held[process] for process in ended), default=None)
 
 
 def open_buffers(comm: Comm, size: int) -> PeerMemory:
@@ -145,25 +159,33 @@ def open_buffers(comm: Comm, size: int) -> PeerMemory:
         peers = [local if w == comm.rank else handle.get_buffer(w, (size,), torch.uint8) for w in range(comm.world)]
     except (AttributeError, RuntimeError, TypeError) as error:
         why = _first_line(error)
-    _agree(comm, why)
+    pids_W = _agree(comm, why)
     table = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=comm.device)
-    return PeerMemory(local, peers, table, handle)
+    return PeerMemory(local, peers, table, [_open_process(pid) for pid in pids_W], handle)
+
+
+def _open_process(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # another system, or a container that hides its neighbours
+        return None
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _agree(comm: Comm, why: str) -> None:
-    """Raise on all ranks if one has a reason; also the barrier behind which every rank's buffer is ready."""
+def _agree(comm: Comm, why: str) -> list[int]:
+    """Raise on all ranks if one has a reason; else the ranks' process ids.  Behind it every rank's buffer is ready."""
     host = zlib.crc32(socket.gethostname().encode())
-    headers = comm.all_gather_headers(np.array([bool(why), host], np.int64))
+    headers = comm.all_gather_headers(np.array([bool(why), host, os.getpid()], np.int64))
     if not why and (headers[:, 1] != host).any():
         why = "the ranks are on several hosts"
     elif not why and headers[:, 0].any():
         why = f"rank {headers[:, 0].argmax()} cannot"
     if why:
         raise NoPeerMemory(f"no memory shared between the ranks' GPUs: {why}")
+    return headers[:, 2].tolist()
 
 
 def open_comm(

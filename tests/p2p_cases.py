@@ -1,18 +1,23 @@
-"""A round of the p2p protocol with W virtual ranks in one process, and the two loops that say what it must give."""
+"""A round of the p2p protocol with W virtual ranks in one process, and what it must give."""
 
 from dataclasses import dataclass
 
 import torch
 
+from epmoe.comm import Comm, PeerMemory
+from epmoe.moe.exchange import ExchangeShape
+from epmoe.moe.p2p import P2P, buffer_size
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
-from epmoe.ops.p2p_layout import COMBINE, DISPATCH, STATE, Layout
+from epmoe.ops.p2p_layout import COMBINE, DISPATCH, STATE, STEP, Layout
 from epmoe.ops.p2p_put import PutOptions, combine_plan, combine_put, dispatch_put, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, Place, read_failure, wait_signals
 
 
 @dataclass(frozen=True)
 class Case:
+    """``tokens`` of each rank; all positions up to ``bound`` are written."""
+
     world: int
     tokens: int
     bound: int
@@ -46,19 +51,20 @@ def expert(rows: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     return (rows.float() * (sign * torch.exp2((slot % 5).float()))[:, None]).to(rows.dtype)
 
 
-def reference(case: Case, x, slot, weight) -> torch.Tensor:
-    """Two loops: over choices in order (exact), or over ranks and the choices they serve (reduce)."""
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for w in range(case.world if case.reduce else 1):
-        part = torch.zeros_like(y)
-        for k in range(case.top_k):
-            here = slot[:, k] >= 0
-            if case.reduce:
-                here = here & (slot[:, k] // case.slots == w)
-            answer = expert(x, slot[:, k]).float() * weight[:, k, None]
-            part += torch.where(here[:, None], answer, 0.0)
-        y += part.to(case.dtype).float() if case.reduce else part
-    return y.to(case.dtype)
+def reference(case: Case, x, slot, weight, add=None) -> torch.Tensor:
+    """What the exchange must give, bit by bit: all answers here, summed by the op that home and expert ranks use."""
+    tokens, top_k = slot.shape
+    rows = torch.stack([expert(x, slot[:, k]) for k in range(top_k)], 1).flatten(0, 1)
+    row_TK = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device).view(tokens, top_k)
+    if not case.reduce:
+        return weighted_sum(rows, row_TK.where(slot >= 0, -1), weight, add)
+    parts, hits = [], []
+    for w in range(case.world):
+        here = (slot >= 0) & (slot // case.slots == w)
+        parts.append(weighted_sum(rows, row_TK.where(here, -1), weight))
+        hits.append(here.any(1))
+    part_TW = torch.arange(tokens * case.world, dtype=torch.int32, device=x.device).view(tokens, case.world)
+    return weighted_sum(torch.stack(parts, 1).flatten(0, 1), part_TW.where(torch.stack(hits, 1), -1), None, add)
 
 
 FEW = PutOptions(programs=2)
@@ -81,10 +87,10 @@ class VirtualExchange:
 
     def set_step(self, step: int) -> None:
         for buffer in self.buffers:
-            self.layout.view(buffer, "state", torch.int64, STATE)[7] = step
+            self.layout.view(buffer, "state", torch.int64, STATE)[STEP] = step
 
-    def wait(self, direction: int) -> None:
-        wait_signals(self.ranks.table_W, self.host, self.layout, direction, self.case.bound, self.place)
+    def wait(self, direction: int) -> torch.Tensor:
+        return wait_signals(self.ranks.table_W, self.host, self.layout, direction, self.case.bound, self.place)
 
     def failure(self):
         return read_failure(int(self.host[1]))
@@ -119,3 +125,45 @@ class VirtualExchange:
             returned = layout.view(buffer, "returned", case.dtype, layout.tokens * layout.answers, case.hidden)
             answers.append(weighted_sum(returned, index[mine], None if case.reduce else weight[mine], add))
         return torch.cat(answers)
+
+
+def run_experts(received, slots: int, rank: int) -> torch.Tensor:
+    """`expert` over the pairs of a `Received`; fixed shapes, so that it may be captured."""
+    index = received.index
+    row_M, pairs = index.row_M, index.row_M.numel()
+    slot_M = torch.searchsorted(index.offset_L1[1:], torch.arange(pairs, device=row_M.device), right=True)
+    row_M = torch.where(slot_M < slots, row_M, 0)  # undefined from the last pair on
+    return expert(received.rows_RD[row_M.long()], slot_M.clamp(max=slots - 1) + rank * slots)
+
+
+def shape_of(case: Case) -> ExchangeShape:
+    combine = "reduce" if case.reduce else "exact"
+    return ExchangeShape(case.slots, case.bound, case.hidden, case.top_k, case.dtype, combine)
+
+
+def lockstep_ranks(case: Case, device="cpu") -> list[P2P]:
+    """Every rank's exchange in this process, over plain memory; the waits find their signals if all ranks go a stage
+    at a time."""
+    device, shape = torch.device(device), shape_of(case)
+    size = buffer_size(case.world, shape)
+    buffers = list(torch.zeros((case.world, size), dtype=torch.uint8, device=device))
+    table = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
+    return [
+        P2P(Comm(rank, case.world, device), shape, PeerMemory(buffers[rank], buffers, table, []), limit_s=2.0)
+        for rank in range(case.world)
+    ]
+
+
+def lockstep_round(exchanges: list[P2P], case: Case, data, lane: int = 0, add=None) -> torch.Tensor:
+    """One layer through all ranks, a stage at a time; the answers behind one another."""
+    tokens = data[0].shape[0] // case.world
+    mine = [[part[n * tokens : (n + 1) * tokens] for part in data] for n in range(case.world)]
+    sent = [exchange.dispatch_begin(*part, lane) for exchange, part in zip(exchanges, mine)]
+    sent = [exchange.dispatch_send(sending) for exchange, sending in zip(exchanges, sent)]
+    arrived = [exchange.dispatch_end(sending, case.slots) for exchange, sending in zip(exchanges, sent)]
+    back = [
+        exchange.combine_begin(run_experts(received, case.slots, exchange.comm.rank), route)
+        for exchange, (received, route) in zip(exchanges, arrived)
+    ]
+    added = [None if add is None else add[n * tokens : (n + 1) * tokens] for n in range(case.world)]
+    return torch.cat([exchange.combine_end(*pair) for exchange, *pair in zip(exchanges, back, added)])

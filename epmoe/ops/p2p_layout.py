@@ -8,7 +8,11 @@ the same code.  Letters: W ranks, T_cap most tokens of a rank, K choices, D hidd
 region   contents
 ======== ==================================================================================================
 state    int64 ``[STATE]``, this rank's own words: see ``STATE`` below
-signal   int64 ``[2, W]``: word [d, w] is rank w's last signal, ``epoch << 32 | count``; d = dispatch, combine
+sent     int64 ``[3, W]``, this rank's own counts by peer: rows sent, those of them at the last signal, pairs
+signal   int64 ``[3, W]``: word [d, w] is rank w's last signal, ``epoch << 32 | bound << 16 | rows``;
+         d = dispatch, combine, header
+header   int32 ``[W, 4]`` (copy): rows and pairs that rank w sends, and where its home puts its answers: the first of
+         its rows among w's, the first of its pairs
 slot     int32 ``[W, bound, K]``: local slot of each choice of each row received, -1 = elsewhere or no row
 token    int32 ``[W, bound]``: home token of each row
 weight   float32 ``[W, bound, K]``: routing weights (reduce mode)
@@ -25,12 +29,14 @@ from dataclasses import dataclass
 
 import torch
 
-DISPATCH, COMBINE = 0, 1
+DISPATCH, COMBINE, HEADER = 0, 1, 2
 ALIGN = 256
-# Words of ``state``: per direction the epochs sent and waited for and the programs done; then one word for the lane.
-SENT, WAITED, DONE = 0, 2, 4
-FAILED, STEP = 6, 7
-STATE = 8
+MOST_TOKENS = (1 << 16) - 1  # a signal counts in 16 bits
+# Words of ``state``: for each d the epochs sent and waited for and the programs that are done; then single words: a
+# wait failed, the step, tokens dispatched so far, positions written so far.
+SENT, WAITED, DONE = 0, 3, 6
+FAILED, STEP, TOKENS, POSITIONS = 9, 10, 11, 12
+STATE = 16
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,10 @@ class Layout:
     hidden: int
     dtype: torch.dtype
     reduce: bool
+
+    def __post_init__(self):
+        assert self.tokens <= MOST_TOKENS, f"{self.tokens} tokens of a lane, signals count up to {MOST_TOKENS}"
+        assert self.row_bytes % 16 == 0, f"rows of {self.row_bytes} bytes do not move 16 bytes at a time"
 
     @property
     def answers(self) -> int:
@@ -58,7 +68,9 @@ class Layout:
         rows = self.world * self.tokens
         return {
             "state": STATE * 8,
-            "signal": 2 * self.world * 8,
+            "sent": 3 * self.world * 8,
+            "signal": 3 * self.world * 8,
+            "header": self.world * 4 * 4,
             "slot": rows * self.top_k * 4,
             "token": rows * 4,
             "weight": rows * self.top_k * 4 if self.reduce else 0,

@@ -1,7 +1,8 @@
 """Signals between ranks: how a send kernel ends, and the kernel that waits.
 
 A send kernel's programs write with plain stores; each then passes a block barrier and adds to the rank's ``done``
-counter (acq_rel, device scope), and the last one writes ``epoch << 32 | count`` to every rank (release, system scope).
+counter (acq_rel, device scope), and the last one writes ``epoch << 32 | bound << 16 | rows`` to every rank (release,
+system scope): ``rows`` it sent to that rank, ``bound`` all ranks must have agreed on.
 Everything that any program wrote is thereby visible to whoever acquires that word.  A send kernel never waits, a wait
 kernel never sends: with every rank's sends ahead of its waits in stream order, no rank can starve another.
 
@@ -19,15 +20,25 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from epmoe.ops.p2p_layout import FAILED, STEP, WAITED, Layout
+from epmoe.ops.launch import pdl_options
+from epmoe.ops.p2p_layout import DISPATCH, DONE, FAILED, POSITIONS, SENT, STEP, TOKENS, WAITED, Layout
 
 ABORT, RECORD, HOST_WORDS = 0, 1, 8
-STAGES = ("dispatch", "combine")
+STAGES = ("dispatch", "combine", "counts")
 TIMEOUT, ABORTED, DISAGREE = 1, 2, 3
-REASONS = {TIMEOUT: "sent no signal in time", ABORTED: "was waited for when the run was aborted"}
+GONE = 4  # found by the host
+REASONS = {
+    TIMEOUT: "sent no signal in time",
+    ABORTED: "was waited for when the run was aborted",
+    DISAGREE: "sent another size than was agreed",
+    GONE: "is gone, its process has ended",
+}
 _FAILED, _STEP, _WAITED = tl.constexpr(FAILED), tl.constexpr(STEP), tl.constexpr(WAITED)
 _ABORT, _RECORD = tl.constexpr(ABORT), tl.constexpr(RECORD)
+_SENT, _DONE, _DISPATCH = tl.constexpr(SENT), tl.constexpr(DONE), tl.constexpr(DISPATCH)
+_TOKENS, _POSITIONS = tl.constexpr(TOKENS), tl.constexpr(POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,7 @@ class Failure:
 
     def __str__(self) -> str:
         layer = f", layer {self.layer}" if self.layer >= 0 else ""
-        why = REASONS.get(self.reason, "sent another size than was agreed")
-        return f"step {self.step}{layer}, {self.stage}: rank {self.peer} {why}"
+        return f"step {self.step}{layer}, {self.stage}: rank {self.peer} {REASONS[self.reason]}"
 
 
 def read_failure(word: int) -> Failure | None:
@@ -66,49 +76,64 @@ def _clock_ns():
 
 @triton.jit
 def finish_send(
-    table_ptr, me, state_at, signal_at, direction, count, W: tl.constexpr, W2: tl.constexpr, C: tl.constexpr
-):
+    table_ptr, me, state_at, sent_at, signal_at, direction, tokens, bound,
+    W: tl.constexpr, W2: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """End of every send kernel: the last of a rank's C programs signals all W ranks."""
-    state_ptr = (tl.load(table_ptr + me) + state_at).to(tl.pointer_type(tl.int64))
+    base = tl.load(table_ptr + me)
+    state_ptr = (base + state_at).to(tl.pointer_type(tl.int64))
     tl.debug_barrier()
-    done = tl.atomic_add(state_ptr + 4 + direction, 1, sem="acq_rel", scope="gpu")
+    done = tl.atomic_add(state_ptr + _DONE + direction, 1, sem="acq_rel", scope="gpu")
     if done == C - 1:
-        tl.store(state_ptr + 4 + direction, 0)
-        epoch = (tl.load(state_ptr + direction) + 1) & 0xFFFFFFFF
-        tl.debug_barrier()  # all threads have read the epoch before one writes the next
-        tl.store(state_ptr + direction, epoch)
         w = tl.arange(0, W2)
-        base = tl.load(table_ptr + w, mask=w < W, other=0)
-        signal_ptr = (base + signal_at + (direction * W + me) * 8).to(tl.pointer_type(tl.int64))
-        word = tl.zeros([W2], tl.int64) + ((epoch << 32) | count)
+        epoch = (tl.load(state_ptr + _SENT + direction) + 1) & 0xFFFFFFFF
+        word = tl.zeros([W2], tl.int64) + ((epoch << 32) | (bound.to(tl.int64) << 16))
+        all_tokens = tl.load(state_ptr + _TOKENS) + tokens
+        all_positions = tl.load(state_ptr + _POSITIONS) + bound
+        sent_ptr = (base + sent_at).to(tl.pointer_type(tl.int64)) + w
+        rows = tl.load(sent_ptr, mask=w < W, other=0)
+        before = tl.load(sent_ptr + W, mask=w < W, other=0)
+        tl.debug_barrier()  # all threads have read the counters before one writes the next
+        if direction == _DISPATCH:
+            word |= rows - before
+            tl.store(sent_ptr + W, rows, mask=w < W)
+            tl.store(state_ptr + _TOKENS, all_tokens)
+            tl.store(state_ptr + _POSITIONS, all_positions)
+        tl.store(state_ptr + _SENT + direction, epoch)
+        tl.store(state_ptr + _DONE + direction, 0)
+        peer = tl.load(table_ptr + w, mask=w < W, other=0)
+        signal_ptr = (peer + signal_at + (direction * W + me) * 8).to(tl.pointer_type(tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(signal_ptr, word, mask=w < W, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["first_rank", "count", "limit_ns", "layer"])
+@triton.jit(do_not_specialize=["first_rank", "bound", "limit_ns", "layer"])
 def _wait_kernel(
     table_ptr,
     host_ptr,
+    count_ptr,
     first_rank,
     state_at,
     signal_at,
     direction,
-    count,
+    bound,
     limit_ns,
     layer,
     W: tl.constexpr,
     W2: tl.constexpr,
     CLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Wait for every rank's signal of this epoch; one warp, one lane a peer."""
+    """Wait for every rank's signal of this epoch; one warp, one lane a peer.
+
+    It may start while the kernel ahead (the put) still runs, reads only words that older kernels or other ranks wrote,
+    and writes when that kernel has ended."""
     me = first_rank + tl.program_id(0)
     base = tl.load(table_ptr + me)
     state_ptr = (base + state_at).to(tl.pointer_type(tl.int64))
     epoch = ((tl.load(state_ptr + _WAITED + direction) + 1) & 0xFFFFFFFF).to(tl.int32)
     step = tl.load(state_ptr + _STEP)
     going = (tl.load(state_ptr + _FAILED) == 0).to(tl.int32)
-    tl.debug_barrier()
-    tl.store(state_ptr + _WAITED + direction, epoch.to(tl.int64))
     w = tl.arange(0, W2)
     signal_ptr = (base + signal_at + (direction * W + w) * 8).to(tl.pointer_type(tl.int64))
     begin = tl.zeros([], tl.int64)
@@ -136,7 +161,11 @@ def _wait_kernel(
                 peer = tl.min(tl.where(late, w, W2), 0)
     # Acquire, now that the words are there: what the peers wrote before their signals is visible from here on.
     word = tl.atomic_add(signal_ptr, tl.zeros([W2], tl.int64), mask=w < W, sem="acquire", scope="sys")
-    wrong = ((word & 0xFFFFFFFF).to(tl.int32) != count) & (w < W)
+    if PDL:
+        gdc_wait()
+    tl.store(state_ptr + _WAITED + direction, epoch.to(tl.int64))
+    tl.store(count_ptr + tl.program_id(0) * W + w, (word & 0xFFFF).to(tl.int32), mask=w < W)
+    wrong = (((word >> 16) & 0xFFFF).to(tl.int32) != bound) & (w < W)
     healthy = (reason == 0) & (tl.load(state_ptr + _FAILED) == 0)
     if healthy & (tl.sum(wrong.to(tl.int32), 0) != 0):
         reason = 3
@@ -162,32 +191,39 @@ def wait_signals(
     host: torch.Tensor,
     layout: Layout,
     direction: int,
-    count: int,
+    bound: int,
     place: Place,
     ranks: tuple[int, int] | None = None,
-) -> None:
+) -> torch.Tensor:
     """Launch the wait for all ranks' signals of ``direction``.
 
     Args:
         table_W: int64 base addresses of all ranks' buffers, on the device.
         host: int64 ``[HOST_WORDS]`` in pinned memory: the abort word and the record.
-        count: what every rank must have sent as its count (the agreed bound).
+        bound: what every rank must have agreed on.
         ranks: (first, number) of the ranks that this launch waits for as; one process is one rank, benches are all.
+
+    Returns:
+        int32 ``[number, W]``: rows that each rank sent.
     """
     first, number = ranks or (0, layout.world)
+    count_VW = torch.empty((number, layout.world), dtype=torch.int32, device=table_W.device)
     interpreted = not table_W.is_cuda
     _wait_kernel[(number,)](
         table_W,
         host,
+        count_VW,
         first,
         layout.at("state"),
         layout.at("signal"),
         direction,
-        count,
+        bound,
         1000 if interpreted else int(place.limit_s * 1e9),
         place.layer,
         W=layout.world,
         W2=triton.next_power_of_2(layout.world),
         CLOCK=not interpreted,
         num_warps=1,
+        **pdl_options(table_W),
     )
+    return count_VW

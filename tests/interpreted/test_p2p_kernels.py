@@ -48,7 +48,7 @@ def test_the_peer_that_is_late_is_the_one_named():
     x, slot, weight = inputs(case, 0)
     dispatch_put(exchange.ranks, exchange.layout, x, slot, weight, case.bound, case.slots, exchange.options)
     for buffer in exchange.buffers:
-        exchange.layout.view(buffer, "signal", torch.int64, 2, case.world)[0, 2] = 0
+        exchange.layout.view(buffer, "signal", torch.int64, 3, case.world)[0, 2] = 0
     exchange.wait(DISPATCH)
     assert exchange.failure().peer == 2
 
@@ -73,8 +73,8 @@ def test_epochs_wrap_at_32_bits():
     case = CASES[1]
     exchange = VirtualExchange(case)
     for buffer in exchange.buffers:
-        exchange.layout.view(buffer, "state", torch.int64, 8)[:4] = 2**32 - 2
-        exchange.layout.view(buffer, "signal", torch.int64, 2, 2)[:] = -2 << 32
+        exchange.layout.view(buffer, "state", torch.int64, 16)[:6] = 2**32 - 2
+        exchange.layout.view(buffer, "signal", torch.int64, 3, 2)[:] = -2 << 32
     for seed in range(4):
         x, slot, weight = inputs(case, seed)
         assert torch.equal(exchange.round(x, slot, weight), reference(case, x, slot, weight))

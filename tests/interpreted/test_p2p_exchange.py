@@ -1,0 +1,52 @@
+"""`P2P` through the contract on CPU: every rank's exchange in one process, a stage at a time, kernels interpreted."""
+
+import pytest
+import torch
+from p2p_cases import Case, inputs, lockstep_ranks, lockstep_round, reference
+from triton import knobs
+
+pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_lanes_and_sizes_take_turns(reduce):
+    case = Case(2, 4, 6, 2, 16, 3, torch.float16, reduce)
+    exchanges = lockstep_ranks(case)
+    for exchange in exchanges:
+        exchange.memory.local[exchange.layout.at("slot") : exchange.layout.total].fill_(0xFF)
+    for seed, (lane, bound, tokens) in enumerate([(0, 6, 4), (1, 5, 5), (0, 2, 0), (0, 4, 3)]):
+        for exchange in exchanges:
+            exchange.begin_step(bound)
+        now = Case(2, tokens, bound, 2, 16, 3, torch.float16, reduce)
+        data = inputs(now, seed)
+        add = torch.randn(2 * tokens, 16).half()
+        y = lockstep_round(exchanges, now, data, lane, add)
+        assert torch.equal(y, reference(now, *data, add))
+    assert [exchange.failure() for exchange in exchanges] == [None, None]
+
+
+def test_traffic_counts_what_was_sent():
+    case = Case(3, 4, 4, 2, 16, 2, torch.float32, False)
+    exchanges = lockstep_ranks(case)
+    x, slot, weight = inputs(case, 3)
+    lockstep_round(exchanges, case, (x, slot, weight))
+    for rank, exchange in enumerate(exchanges):
+        mine = slot[rank * 4 : rank * 4 + 4]
+        served = torch.where(mine >= 0, mine // 2, -1)
+        traffic = exchange.traffic()
+        assert traffic.tokens == 4
+        assert traffic.rows_W.tolist() == [int((served == w).any(1).sum()) for w in range(3)]
+        assert traffic.pairs_W.tolist() == [int((served == w).sum()) for w in range(3)]
+        assert traffic.combine_bytes_W.tolist() == (traffic.pairs_W * 64).tolist()
+
+
+def test_rows_received_are_counted_by_source():
+    case = Case(2, 3, 4, 2, 16, 2, torch.float32, False)
+    exchanges = lockstep_ranks(case)
+    data = inputs(case, 0)
+    parts = [[d[:3] for d in data], [d[3:] for d in data]]
+    sent = [exchange.dispatch_begin(*part) for exchange, part in zip(exchanges, parts)]
+    for rank, exchange in enumerate(exchanges):
+        received, _ = exchange.dispatch_end(sent[rank], 2)
+        want = [int(((part[1] >= 0) & (part[1] // 2 == rank)).any(1).sum()) for part in parts]
+        assert received.count_W.tolist() == want
