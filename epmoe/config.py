@@ -20,7 +20,7 @@ from placement.plan import MoEShape
 
 MOST_REQUESTS = 1 << 16
 DTYPES = ("float32", "bfloat16", "float16")
-EXCHANGES = ("alltoall", "padded", "p2p", "auto")
+EXCHANGES = ("auto", "alltoall", "oneshot", "padded", "p2p")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,9 @@ class EngineConfig:
         async_steps: prepare step n + 1 while the device runs step n.
         graphs: run decode steps as CUDA graphs, on a GPU and with an exchange that can be captured.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
-        overlap: cut every step in two lanes, so that each computes while the other's rows travel.
+        overlap: "on" cuts every step in two lanes, so that each computes while the other's rows travel; "off" none;
+            "auto" those that gain by it.
+        timeline: time every stage of every step (see ``moe.timeline``).
         probe_tokens: run this many tokens of a longer prompt first and move the request, before the rest, to the rank
             that serves most of the experts they chose (0: off).
         affinity: file of the plan's token affinities; homes are then chosen from prompt token ids.
@@ -218,7 +220,8 @@ class EngineConfig:
     async_steps: bool = True
     graphs: bool = True
     record_tokens: int = 0
-    overlap: bool = False
+    overlap: str = "off"
+    timeline: bool = False
     probe_tokens: int = 0
     affinity: str | None = None
     stall_seconds: int = 300
@@ -233,6 +236,7 @@ class EngineConfig:
             "dtype": DTYPES,
             "combine": ("exact", "reduce"),
             "exchange": EXCHANGES,
+            "overlap": ("off", "on", "auto"),
         }
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:

@@ -43,6 +43,14 @@ class ExpertLoads:
     def __call__(self, expert_LTK: torch.Tensor, first_row: int) -> None:
         count_experts(expert_LTK, self.load_LE, self.active_L)
 
+    def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.load_LE.clone(), self.active_L.clone()
+
+    def restore(self, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take back what was counted since ``saved()``."""
+        self.load_LE.copy_(saved[0])
+        self.active_L.copy_(saved[1])
+
 
 @dataclass
 class _Sequence:

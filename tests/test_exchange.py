@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drive import Script, drive, merge
 from exchange_cases import (
     Case,
     check_answer,
@@ -20,6 +21,7 @@ from exchange_cases import (
     shape_of,
     soak,
 )
+from tiny_checkpoints import save_tiny
 
 from epmoe.moe.alltoall import AllToAll
 from epmoe.moe.local import LocalExchange
@@ -206,3 +208,35 @@ def swap_two_rows(comm, case: Case) -> list[bool]:
 def test_the_checks_can_fail(rank_pool):
     rows, answer = zip(*rank_pool(2).run(swap_two_rows, Case(seed=3, experts=4, top_k=4, tokens_W=(5, 5))))
     assert all(rows) and answer[0], "the swapped rows are tokens of rank 0"
+
+
+def overflow_script() -> Script:
+    rng = np.random.default_rng(0)
+    lengths = [40, 1, 9, 9, 30]
+    params = {"temperature": 0.7, "max_tokens": 6, "seed": 3}
+    return Script([(n, rng.integers(1, 300, length).tolist(), params) for n, length in enumerate(lengths)])
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_run_that_overflows_is_the_run_that_does_not(tmp_path, rank_pool, overlap):
+    """Same tokens and loads; some steps ran twice."""
+    model = str(save_tiny(tmp_path, "qwen2_moe", num_experts=10, top_k=3))
+    config = {"model": model, "ranks": 2, "max_model_len": 128, "num_blocks": 64, "overlap": overlap}
+    config |= {"deterministic": True, "exchange": "alltoall", "max_batch_tokens": 64}
+    plain = rank_pool(2).run(drive, config, overflow_script())
+    tight = rank_pool(2).run(drive, config | {"exchange": "padded", "capacity_factor": 0.8}, overflow_script())
+    assert merge(tight).tokens == merge(plain).tokens
+    assert [r.report["load_LE"] for r in tight] == [r.report["load_LE"] for r in plain]
+    reruns = [r.report["reruns"] for r in tight]
+    assert reruns[0] == reruns[1] > 0 and plain[0].report["reruns"] == 0
+
+
+@pytest.mark.parametrize("kind", ["padded", "oneshot", "auto"])
+def test_engines_with_any_exchange_draw_the_same_bits(tmp_path, rank_pool, kind):
+    model = str(save_tiny(tmp_path, "mixtral"))
+    config = {"model": model, "ranks": 3, "max_model_len": 128, "num_blocks": 64, "deterministic": True}
+    script = replace(overflow_script(), want_logits=True)
+    plain = merge(rank_pool(3).run(drive, config, script))
+    other = merge(rank_pool(3).run(drive, config | {"exchange": kind, "overlap": "off" if kind == "oneshot" else "on"}, script))
+    assert other.tokens == plain.tokens
+    assert all(torch.equal(logits, plain.logits[key]) for key, logits in other.logits.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import msgpack
@@ -24,7 +24,8 @@ from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
 from epmoe.engine.probe import ProbeScores
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.runner import Kind, Launched, Runner
-from epmoe.engine.scheduler import Chunk, Scheduler, longest
+from epmoe.engine.scheduler import Chunk, Scheduler, longest, most_in_lane
+from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import Exchange, ExchangeShape
 from epmoe.moe.open_exchange import open_exchange
@@ -113,7 +114,7 @@ class Engine:
         self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
         self.idle = True
         self.stopping = False
-        self.steps = self.forwards = 0
+        self.steps = self.forwards = self.reruns = 0
         self.model_seconds = self.step_seconds = self.wait_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
         self._undecided: dict[int, dict] = {}  # messages of requests under probe, on every rank, by request id
@@ -134,7 +135,7 @@ class Engine:
         outputs = self._commit(*self._in_flight) if self._in_flight is not None else []
         self._in_flight = None
         if launched is not None:
-            if self.engine.async_steps:
+            if self.engine.async_steps and not self.runner.decoder.exchange.may_overflow:
                 self._in_flight = (chunks, launched)
             else:
                 outputs += self._commit(chunks, launched)
@@ -158,6 +159,7 @@ class Engine:
             "active_L": self.loads.active_L.tolist(),
             "steps": self.steps,
             "forwards": self.forwards,
+            "reruns": self.reruns,  # of steps whose exchange had too little room
             "graph_replays": self.runner.graphs.replays if self.runner.graphs is not None else 0,
             "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
@@ -198,12 +200,34 @@ class Engine:
         started = time.perf_counter()
         if self.probes is not None:
             self.probes.expect(chunks)
-        launched = self.runner.launch(chunks, kind)
+        launched = self._run(chunks, kind)
         if self.recorder is not None:
             self.recorder.keep(chunks)
         self.forwards += 1
         self.model_seconds += time.perf_counter() - started
         return launched
+
+    def _run(self, chunks: list[Chunk], kind: Kind) -> Launched:
+        """Start a step; where its exchange dropped rows, which all ranks see alike, once more with exact sizes.
+
+        That is safe before the step is committed: keys and values are written again, noise is keyed by position, and
+        what was counted and drawn is taken back.
+        """
+        exchange = self.runner.decoder.exchange
+        exchange.begin_step(kind.tokens)
+        if not exchange.may_overflow:
+            return self.runner.launch(chunks, kind)
+        counters = [each for each in (self.loads, self.probes) if each is not None]
+        saved, last_token = [each.saved() for each in counters], self.runner.last_token.clone()
+        launched = self.runner.launch(chunks, kind)
+        if not HostCopy(exchange.overflowed()).numpy().any():
+            return launched
+        self.reruns += 1
+        for each, state in zip(counters, saved):
+            each.restore(state)
+        self.runner.last_token.copy_(last_token)
+        exchange.begin_step(kind.tokens, exact=True)
+        return self.runner.launch(chunks, replace(kind, padded=0))
 
     def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
         started = time.perf_counter()
@@ -314,8 +338,10 @@ def agreed_kind(headers: list[Header], engine: EngineConfig, graphs: bool) -> Ki
     if most == 0:
         return None
     if graphs and all(header.decodes for header in headers):
-        return Kind(1, padded_size(most, graph_sizes(engine.max_requests)))
-    return Kind(2 if engine.overlap and most > 1 and len(headers) > 1 else 1)
+        size = padded_size(most, graph_sizes(engine.max_requests))
+        return Kind(1, size, size)
+    lanes = 2 if engine.overlap == "on" and most > 1 and len(headers) > 1 else 1
+    return Kind(lanes, most if lanes == 1 else most_in_lane(most))
 
 
 def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> Affinity | None:

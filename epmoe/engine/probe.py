@@ -48,3 +48,10 @@ class ProbeScores:
 
     def forget(self, number: int) -> None:
         self._score.pop(number, None)
+
+    def saved(self) -> dict[int, torch.Tensor]:
+        return dict(self._score)
+
+    def restore(self, saved: dict[int, torch.Tensor]) -> None:
+        """Take back what was scored since ``saved()``."""
+        self._score = dict(saved)

@@ -45,9 +45,10 @@ class Logprobs:
 @dataclass(frozen=True)
 class Kind:
     """What sort of step it is, the same on every rank: one or two lanes, or (``padded`` > 0) decodes only, run as the
-    graph of that many sequences."""
+    graph of that many sequences. ``tokens``: no lane of any rank has more."""
 
     lanes: int
+    tokens: int
     padded: int = 0
 
 

@@ -245,3 +245,8 @@ def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
             return [*chunks[:n], early], [late, *chunks[n + 1 :]]
         before = after
     return chunks, []
+
+
+def most_in_lane(tokens: int) -> int:
+    """The most tokens in one of the two lanes of a step of at most so many."""
+    return (tokens + max(1, tokens // 8)) // 2

@@ -59,6 +59,7 @@ class ExchangeShape:
         combine: see the module's docstring.
         capacity_factor: of ``padded``: rows kept for each (source, destination) over the rows that even routing
             sends; 0 keeps a row for every token, which cannot overflow.
+        graph_tokens: steps of up to so many tokens may be captured in a graph.
     """
 
     slots_per_rank: int
@@ -68,6 +69,7 @@ class ExchangeShape:
     dtype: torch.dtype
     combine: Combine
     capacity_factor: float = 0.0
+    graph_tokens: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -134,7 +136,7 @@ class Exchange(Protocol):
 
     Attributes:
         comm, shape: this rank's groups, and what the exchange was opened for.
-        name: "local", "alltoall", "padded" or "p2p"; of a choice by size, the one of the present step.
+        name: "local", "alltoall", "oneshot", "padded", "p2p", or "auto": one of them by the step's size.
         capturable: the calls between ``begin_step`` and the end of a step may be captured in a CUDA graph and replayed
             after ``begin_step`` with the same arguments.
         waits_for_counts: ``dispatch_send`` blocks the host.
