@@ -76,9 +76,9 @@ class Cache:
 LENS = [1, 2, 15, 16, 17, 33, 64, 65, 130, 300]
 
 
-def check_mixed(heads, dtype, device, tiled: bool, lens=LENS) -> None:
+def check_mixed(heads, dtype, device, tiled: bool, lens=LENS, block_size: int = 16) -> None:
     """A prompt step, then decodes and chunks together, against float64 loops."""
-    cache = Cache(lens, heads, dtype, device)
+    cache = Cache(lens, heads, dtype, device, block_size)
     spans = [(n, 0, max(1, length - 3)) for n, length in enumerate(lens)]
     rest = [(n, stop, lens[n]) for n, _, stop in spans if stop < lens[n]]
     mixed = [(n, b - 1, b) if n % 2 else (n, a, b) for n, a, b in rest]
@@ -88,10 +88,10 @@ def check_mixed(heads, dtype, device, tiled: bool, lens=LENS) -> None:
         cache.require_right(out, step)
 
 
-def check_decode_batch(heads, dtype, device, fixed: bool, lens=LENS) -> None:
+def check_decode_batch(heads, dtype, device, fixed: bool, lens=LENS, block_size: int = 16) -> None:
     """One set of buffers through fillings of other sizes and lengths, the last padded and one empty."""
     H, KVH, _ = heads
-    cache = Cache(lens, heads, dtype, device)
+    cache = Cache(lens, heads, dtype, device, block_size)
     shape = DecodeShape(len(lens) + 2, max(lens), cache.block_size, KVH, H // KVH, fixed)
     batch = decode_batch(shape, torch.device(device))
     for n, length in enumerate(lens):

@@ -31,6 +31,15 @@ def test_decode_buffers_refilled(heads, dtype, tiled):
 
 @MODES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_blocks_as_long_as_tiles(block_size, dtype, tiled):
+    """Keys by tensor descriptor."""
+    attention_cases.check_mixed((32, 4, 128), dtype, "cuda", tiled, block_size=block_size)
+    attention_cases.check_decode_batch((32, 4, 128), dtype, "cuda", tiled, block_size=block_size)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", attention_cases.LATENT, ids=str)
 def test_latent(shape, dtype, tiled):
     attention_cases.check_latent(shape, dtype, "cuda", tiled, [1, 15, 17, 66, 130, 300])

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.attention_work import FIELDS, Work
-from epmoe.ops.launch import pdl_options, wait_for_inputs
+from epmoe.ops.attention_work import FIELDS, Tiling, Work
+from epmoe.ops.grouped_gemm import rows_descriptor
+from epmoe.ops.launch import has_hopper_features, pdl_options, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -29,34 +30,52 @@ def softmax_step(score, peak, total):
 
 @triton.jit
 def _attend_keys(
-    state, q, position, start, stop, table_ptr, block_stride, k_ptr, value_stride, scale, tile: tl.constexpr,
+    state, q, position, start, stop, table_ptr, block_stride, cache, k_ptr, value_stride, scale, tile: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees."""
+    """Add keys ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees.
+
+    Keys come by pointers from ``k_ptr``, or, where a tile lies within one block, by TMA from descriptor ``cache``: there
+    ``k_ptr`` is the head's first row of it and ``value_stride`` the rows from keys to values.
+    """
     D: tl.constexpr = tile[0]
     D2: tl.constexpr = tile[1]
     KEYS: tl.constexpr = tile[2]
     BLOCK_SIZE: tl.constexpr = tile[3]
+    TMA: tl.constexpr = tile[4]
     peak, total, acc = state
     d = tl.arange(0, D2)
+    ahead = 0
+    if TMA:
+        ahead = tl.load(table_ptr + start // BLOCK_SIZE * block_stride, mask=start < stop, other=0)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)
-        if MASKED:
-            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
-        else:
-            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        source = k_ptr + slot[:, None] * D + d[None, :]
         inside = (key < stop)[:, None] & (d < D)[None, :]
-        if MASKED or D != D2:
-            k = tl.load(source, mask=inside, other=0.0)
+        if TMA:
+            line = k_ptr + ahead * BLOCK_SIZE + first % BLOCK_SIZE
+            following = first + KEYS  # its block's number is under way while this tile is multiplied
+            ahead = tl.load(table_ptr + following // BLOCK_SIZE * block_stride, mask=following < stop, other=0)
+            k = cache.load([line, 0])
         else:
-            k = tl.load(source)
+            if MASKED:
+                block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
+            else:
+                block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
+            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+            source = k_ptr + slot[:, None] * D + d[None, :]
+            if MASKED or D != D2:
+                k = tl.load(source, mask=inside, other=0.0)
+            else:
+                k = tl.load(source)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         if MASKED:
             score = tl.where((key[None, :] <= position[:, None]) & (key < stop)[None, :], score, float("-inf"))
         weight, keep, peak, total = softmax_step(score, peak, total)
-        if MASKED or D != D2:
+        if TMA:
+            v = cache.load([line + value_stride, 0])
+            if MASKED:
+                v = tl.where(inside, v, 0.0)  # memory never written may hold NaN
+        elif MASKED or D != D2:
             v = tl.load(source + value_stride, mask=inside, other=0.0)
         else:
             v = tl.load(source + value_stride)
@@ -122,7 +141,7 @@ def finish(
 @triton.jit
 def _attend_kernel(
     q_ptr,
-    cache_ptr,
+    cache,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -144,6 +163,7 @@ def _attend_kernel(
     FIELDS: tl.constexpr,
     EXACT: tl.constexpr,
     SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (item, key head)."""
@@ -161,22 +181,23 @@ def _attend_kernel(
         at = ((token + query).to(tl.int64) * KVH + head) * G + (first_row + row) % G  # row of q and out as [T * H, D]
         q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=live, other=0.0)
         table = table_ptr + seq.to(tl.int64) * sequence_stride
-        k_ptr = cache_ptr + head.to(tl.int64) * head_stride
-        state = (
-            tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32),
-            tl.zeros([ROWS, D2], tl.float32),
-        )
+        if TMA:
+            k_ptr = head * head_stride
+        else:
+            k_ptr = cache + head.to(tl.int64) * head_stride
+        nothing = tl.full([ROWS], float("-inf"), tl.float32)
+        state = (nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D2], tl.float32))
         full = start
-        tile: tl.constexpr = (D, D2, KEYS, BLOCK_SIZE)
+        tile: tl.constexpr = (D, D2, KEYS, BLOCK_SIZE, TMA)
+        position = context + query
         if not EXACT:
             seen = tl.minimum(context + first_row // G + 1, stop)  # keys that every row sees
             full += tl.maximum(seen - start, 0) // KEYS * KEYS
             state = _attend_keys(
-                state, q, context + query, start, full, table, block_stride, k_ptr, value_stride, scale, tile, False
+                state, q, position, start, full, table, block_stride, cache, k_ptr, value_stride, scale, tile, False
             )
         state = _attend_keys(
-            state, q, context + query, full, stop, table, block_stride, k_ptr, value_stride, scale, tile, True
+            state, q, position, full, stop, table, block_stride, cache, k_ptr, value_stride, scale, tile, True
         )
         out_at = out_ptr + at[:, None] * D + d[None, :]
         finish(state, out_at, row, d, live, item, head, KVH, part, parts, part_ptr, lse_ptr, done_ptr, D, SPLIT)
@@ -193,12 +214,13 @@ def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch,
 
 
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
-    _, kv_heads, _, block_size, D = cache_HBSd.shape
+    _, kv_heads, blocks, block_size, D = cache_HBSd.shape
     part, lse, done = work.buffers(kv_heads, D)
     tiling = work.tiling
+    tma = takes_descriptor(cache_HBSd, tiling)
     _attend_kernel[work.item_XF.shape[0], kv_heads](
         q_THd,
-        cache_HBSd,
+        rows_descriptor(cache_HBSd.view(-1, D), tiling.keys, D) if tma else cache_HBSd,
         out_THd,
         part,
         lse,
@@ -207,8 +229,8 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         work.item_XF,
         batch.block_table_NP.stride(0),
         batch.block_table_NP.stride(1),
-        cache_HBSd.stride(1),
-        cache_HBSd.stride(0),
+        blocks * block_size if tma else cache_HBSd.stride(1),
+        kv_heads * blocks * block_size if tma else cache_HBSd.stride(0),
         scale,
         KVH=kv_heads,
         G=q_THd.shape[1] // kv_heads,
@@ -220,7 +242,16 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         FIELDS=FIELDS,
         EXACT=tiling.exact,
         SPLIT=work.split,
+        TMA=tma,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **pdl_options(q_THd),
     )
+
+
+def takes_descriptor(cache_HBSd: torch.Tensor, tiling: Tiling) -> bool:
+    """Whether a tile of keys lies within one block and its rows are of a size that TMA takes."""
+    _, _, _, block_size, D = cache_HBSd.shape
+    whole = block_size % tiling.keys == 0 and D == triton.next_power_of_2(D) and D >= 16
+    device = cache_HBSd.device
+    return whole and cache_HBSd.is_contiguous() and (device.type == "cpu" or has_hopper_features(device))

@@ -18,6 +18,13 @@ def test_mixed_batch(heads, dtype, tiled):
     attention_cases.check_mixed(heads, dtype, "cpu", tiled, SHORT)
 
 
+@pytest.mark.parametrize("tiled", [False, True], ids=["ordinary", "tiled"])
+def test_blocks_as_long_as_tiles(tiled):
+    """Keys by tensor descriptor."""
+    attention_cases.check_mixed((8, 1, 32), torch.float16, "cpu", tiled, SHORT, block_size=128)
+    attention_cases.check_decode_batch((4, 2, 16), torch.float32, "cpu", tiled, SHORT, block_size=64)
+
+
 @pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "tiled"])
 @pytest.mark.parametrize("heads", [(4, 2, 24), (20, 1, 16)], ids=str)
 def test_decode_buffers_refilled(heads, fixed):
