@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from epmoe.ops.experts import ExpertOptions
-from epmoe.ops.tiles import BLOCKED_64, STREAM, Choice, choose
+from epmoe.ops.tiles import BLOCKED_64, STREAM, Choice
 from epmoe.ops.tuned import Tuned, TunedCase
 from launch import args, tune
 from launch.__main__ import main
@@ -62,9 +62,8 @@ def test_deterministic_mode_keeps_its_one_tile(monkeypatch):
     x_RD = torch.empty(8, 64, dtype=torch.float16)
     tuned = Tuned(())
     monkeypatch.setattr(tuned, "choice", lambda *_: CASE.choice)
-    assert ExpertOptions(tuned=tuned).choose(x_RD, 16, weights) == CASE.choice
-    pinned = ExpertOptions(tuned=tuned, deterministic=True).choose(x_RD, 16, weights)
-    assert pinned == choose(x_RD, 16, weights, deterministic=True) != CASE.choice
+    assert ExpertOptions(tuned=tuned).measured(x_RD, 16, weights) == CASE.choice
+    assert ExpertOptions(tuned=tuned, deterministic=True).measured(x_RD, 16, weights) is None
 
 
 @pytest.mark.parametrize(

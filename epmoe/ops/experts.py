@@ -47,11 +47,11 @@ class ExpertOptions:
     deterministic: bool = False
     tuned: Tuned | None = None
 
-    def choose(self, rows_RD: torch.Tensor, pairs: int, weights: ExpertWeights) -> Choice:
-        """Tiles for ``pairs`` pairs (an upper bound will do)."""
-        measured = self.tuned is not None and not self.deterministic
-        found = self.tuned.choice(rows_RD, pairs, weights) if measured else None
-        return found or choose(rows_RD, pairs, weights, self.deterministic)
+    def measured(self, rows_RD: torch.Tensor, pairs: int, weights: ExpertWeights) -> Choice | None:
+        """Tuned tiles for ``pairs`` pairs (an upper bound will do), if there are any near."""
+        if self.tuned is None or self.deterministic:
+            return None
+        return self.tuned.choice(rows_RD, pairs, weights)
 
     def __post_init__(self):
         if self.act not in ACTIVATIONS:
@@ -168,7 +168,8 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or options.choose(rows_RD, pairs, weights)
+    choice = choice or options.measured(rows_RD, pairs, weights)
+    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -198,7 +199,8 @@ def expert_sum(
     they are added.
     """
     if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
-        choice = choice or options.choose(rows_RD, index.row_M.numel(), weights)
+        pairs = index.row_M.numel()
+        choice = choice or options.measured(rows_RD, pairs, weights) or choose(rows_RD, pairs, weights)
         if choice.vector:
             act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
             return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])

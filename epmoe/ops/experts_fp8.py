@@ -283,6 +283,7 @@ def expert_mlp_fp8_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
+    choice = choice or options.measured(rows_RD, pairs, weights)
     choice = choice or choose_fp8(pairs, weights.down.shape[0], options.deterministic)
     index = with_block_rows(index, choice.rows)
     act = gate_up_fp8_triton(rows_RD.contiguous(), index, weights, choice.gate_up, options.act, options.num_sms)

@@ -57,10 +57,10 @@ class Tuned:
 
     def choice(self, rows_RD: torch.Tensor, pairs: int, weights) -> Choice | None:
         """Tiles for ``pairs`` pairs over the slots of ``weights``; ``None`` where nothing near was measured."""
-        where = (str(rows_RD.dtype), rows_RD.device.index, *weights.down.shape, pairs, rows_RD.shape[0] == 1)
+        dtype = str(weights.down.dtype).removeprefix("torch.")
+        where = (dtype, rows_RD.device.index, *weights.down.shape, pairs, rows_RD.shape[0] == 1)
         if where not in self._found:
-            device = torch.cuda.get_device_name(rows_RD.device)
-            self._found[where] = self.find((device, str(rows_RD.dtype).removeprefix("torch.")), *where[2:])
+            self._found[where] = self.find((torch.cuda.get_device_name(rows_RD.device), dtype), *where[2:])
         return self._found[where]
 
     def find(
