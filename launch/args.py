@@ -32,6 +32,7 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--combine": ("combine", str, "exact: placement never changes a token; reduce: fewer bytes, equal to rounding"),
     "--exchange": ("exchange", str, "how rows travel: alltoall (default), padded, p2p or auto"),
     "--capacity-factor": ("capacity_factor", float, "padded: rows per pair of ranks over an even share; 0: all"),
+    "--overlap": ("overlap", str, "two micro-batches, one computes while one travels: on, off (default), auto"),
     "--max-batch-tokens": ("max_batch_tokens", int, "token budget of a rank and step"),
     "--max-requests": ("max_requests", int, "requests a rank runs at once"),
     "--max-model-len": ("max_model_len", int, "most tokens of a request, prompt and output"),
@@ -48,6 +49,7 @@ CHOSEN_ELSEWHERE = {  # EngineConfig fields that a setting would not reach -> wh
     "plan": "--placement or placement=",
     "affinity": "a plan file that names it",
     "record_tokens": "--record-tokens or record_tokens=",
+    "timeline": "--timeline",
 }
 
 
@@ -77,7 +79,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", help="JSON file of engine settings; options given here come first")
     group.add_argument("--dtype", help="float32, bfloat16, float16, or auto: float32 on CPU, the model's own on a GPU")
     group.add_argument("--deterministic", action="store_true", help="bitwise equal output for any ranks and batching")
-    group.add_argument("--overlap", action="store_true", help="two micro-batches: one computes while the other travels")
     for option, (_, kind, text) in ENGINE.items():
         group.add_argument(option, type=kind, help=text)
 
@@ -127,7 +128,8 @@ def engine_config(args: argparse.Namespace, starting: Starting) -> tuple[EngineC
     if args.ranks not in (None, starting.world):
         raise UserError(f"--ranks is {args.ranks}, torchrun started {starting.world} ranks; leave --ranks out")
     settings = {**_settings_file(args.config), **_given(args, ENGINE)}
-    settings |= {flag: True for flag in ("deterministic", "overlap") if getattr(args, flag)}
+    if args.deterministic:
+        settings["deterministic"] = True
     if args.dtype is not None:
         settings["dtype"] = args.dtype
     return complete_settings(args.model, settings, starting, args.config or "engine config")

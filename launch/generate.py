@@ -18,6 +18,7 @@ from launch.report import RunReport, summary
 from launch.requests import Requests
 from launch.session import Session, Starting, spawned
 from launch.signals import Drain
+from launch.timeline import write_timeline
 from launch.tokenizer import encode, load_tokenizer, tokenizer_sha256
 from placement.errors import UserError
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--json", metavar="FILE", help="write the results there, in the order of the prompts")
     shared.add_recording_arguments(parser)
+    parser.add_argument("--timeline", metavar="FILE", help="when each stage ran, for ui.perfetto.dev, and a summary")
     shared.add_sampling_arguments(parser)
     shared.add_engine_arguments(parser)
 
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     """The front's work, whoever starts the ranks; the exit code."""
     prompts = _prompts(args)
     params = shared.sampling_params(args)
-    for path in (args.json, args.record_trace):
+    for path in (args.json, args.record_trace, args.timeline):
         if path is not None:
             require_writable(path)
     starting = starting or spawned(shared.rank_count(args))
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     engine = with_plan(engine, plan, args.placement)
     if args.record_trace:
         engine = replace(engine, record_tokens=recording.limit_per_rank(args.record_tokens, starting.world))
+    engine = replace(engine, timeline=bool(args.timeline))
     with Progress() as progress, Drain() as drain, Session(starting, engine, progress.say) as session:
         tokenizer = load_tokenizer(engine.model)
         encoded = [(prompt.text, encode(prompt, tokenizer, engine, model)) for prompt in prompts]
@@ -71,6 +74,8 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         hashed = tokenizer_sha256(engine.model)
         recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
         print(recording.save(recorded, args.record_trace))
+    if args.timeline:
+        print(write_timeline(args.timeline, session.timeline))
     print(summary(RunReport(engine, args.placement, plan, trace, completions, seconds, ready, stats, recorded)))
     if unwritten:
         raise UserError(unwritten)

@@ -67,6 +67,7 @@ class Session:
         self.ready: dict[int, dict] = {}
         self.stats: dict[int, dict] = {}
         self.recorded: list[dict] = []  # the ranks' ``trace`` messages
+        self.timeline: list[dict] = []  # their ``timeline`` messages
         try:
             self._front = Front(self.run_dir, starting.interface)
             self._ranks = starting.start(self.run_dir, self._front.addresses, engine, say)
@@ -123,6 +124,8 @@ class Session:
                 self.stats[message["rank"]] = message["report"]
             elif message["op"] == "trace":
                 self.recorded.append(message)
+            elif message["op"] == "timeline":
+                self.timeline.append(message)
         self._ranks.check(ending)
         return bool(messages)
 

@@ -237,6 +237,7 @@ def test_engines_with_any_exchange_draw_the_same_bits(tmp_path, rank_pool, kind)
     config = {"model": model, "ranks": 3, "max_model_len": 128, "num_blocks": 64, "deterministic": True}
     script = replace(overflow_script(), want_logits=True)
     plain = merge(rank_pool(3).run(drive, config, script))
-    other = merge(rank_pool(3).run(drive, config | {"exchange": kind, "overlap": "off" if kind == "oneshot" else "on"}, script))
+    config |= {"exchange": kind, "overlap": "off" if kind == "oneshot" else "on"}
+    other = merge(rank_pool(3).run(drive, config, script))
     assert other.tokens == plain.tokens
     assert all(torch.equal(logits, plain.logits[key]) for key, logits in other.logits.items())

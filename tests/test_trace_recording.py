@@ -47,7 +47,7 @@ def some_requests(count=7, seed=0):
 
 @pytest.mark.parametrize(
     "world, settings",
-    [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4, "overlap": True})],
+    [(1, {"num_blocks": 8}), (1, {}), (2, {"num_blocks": 8}), (2, {"probe_tokens": 4, "overlap": "on"})],
 )
 def test_equals_transformers(model, reference, rank_pool, world, settings):
     requests = some_requests(7 * world, seed=int("probe_tokens" in settings))

@@ -29,6 +29,7 @@ from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import Exchange, ExchangeShape
 from epmoe.moe.open_exchange import open_exchange
+from epmoe.moe.timeline import Timeline
 from epmoe.ops.tuned import Tuned
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.errors import UserError
@@ -111,6 +112,8 @@ class Engine:
         self.probes = ProbeScores(self.plan, self.affinity, comm.device) if probing else None
         observers = (self.loads, self.recorder, self.probes)
         observe = observe_all([each for each in observers if each is not None])
+        if engine.timeline:
+            decoder.timeline = Timeline(comm)
         self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
         self.idle = True
         self.stopping = False

@@ -11,16 +11,20 @@ Rows beyond the step's sequences are padding: they choose no expert, write no ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
+from epmoe.engine.drawing import draw_arrays
 from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import Staging, buffer_bytes, views
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
+from epmoe.moe.timeline import Marks
 from epmoe.ops.decode_batch import DecodeBatch, DecodeShape, decode_batch
+from epmoe.ops.draw import Draws, draw
 
 SMALL = (1, 2, 4)
 EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
@@ -50,12 +54,14 @@ class Captured:
     """A graph's inputs and, once there is one, the graph and its outputs."""
 
     attention: DecodeBatch
-    buffer: torch.Tensor  # uint8, holds known_N and row_N
+    buffer: torch.Tensor  # uint8, holds known_N, row_N and draws
     known_N: torch.Tensor  # int64 token ids, -1 where the token is the row's last draw
     row_N: torch.Tensor  # int64 device rows of the requests; padding has the spare row
+    draws: Draws
     warm: bool = False
     graph: torch.cuda.CUDAGraph | None = None
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+    marks: Marks | None = None  # of its stages, where a timeline is kept
 
 
 class DecodeGraphs:
@@ -78,8 +84,8 @@ class DecodeGraphs:
         self._pool: tuple[int, int] | None = None
 
     def run(self, chunks: Sequence[Chunk], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode step of ``chunks`` padded to ``size``: logits ``[size, V]`` and greedy tokens int64 ``[size]``,
-        both overwritten by the next step; the tokens are also in ``last_token``."""
+        """One decode step of ``chunks`` padded to ``size``: logits ``[size, V]`` and tokens drawn from them (without
+        penalties) int64 ``[size]``, both overwritten by the next step; the tokens are also in ``last_token``."""
         at = self._captured.get(size) or self._open(size)
         self._fill(at, chunks)
         if not at.warm:
@@ -87,7 +93,12 @@ class DecodeGraphs:
             return self._step(at)
         if at.graph is None:
             self._capture(at)
+        timeline = self.decoder.timeline
+        if timeline is not None:
+            timeline.before(at.marks)
         at.graph.replay()
+        if timeline is not None:
+            timeline.ran(at.marks)
         self.replays += 1
         return at.outputs
 
@@ -103,14 +114,15 @@ class DecodeGraphs:
         )
         arrays = self._inputs((), size)
         buffer = torch.zeros(buffer_bytes(arrays), dtype=torch.uint8, device=device)
-        self._captured[size] = Captured(decode_batch(shape, device), buffer, *views(buffer, arrays))
+        known_N, row_N, *draws = views(buffer, arrays)
+        self._captured[size] = Captured(decode_batch(shape, device), buffer, known_N, row_N, Draws(*draws))
         return self._captured[size]
 
-    def _inputs(self, chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _inputs(self, chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, ...]:
         known_N, row_N = np.zeros(size, np.int64), np.full(size, len(self.last_token) - 1)
         known_N[: len(chunks)] = [chunk.request.token_at(chunk.start) for chunk in chunks]
         row_N[: len(chunks)] = [chunk.request.row for chunk in chunks]
-        return known_N, row_N
+        return known_N, row_N, *draw_arrays(chunks, size)
 
     def _fill(self, at: Captured, chunks: Sequence[Chunk]) -> None:
         at.attention.fill([chunk.start + 1 for chunk in chunks], [chunk.request.blocks for chunk in chunks])
@@ -120,7 +132,7 @@ class DecodeGraphs:
         token_N = at.known_N.where(at.known_N >= 0, self.last_token[at.row_N])
         valid_N = at.attention.slot_T >= 0
         logits_NV = self.decoder.forward([Batch(token_N, at.attention, None, valid_N)], self.cache, self.observe)
-        drawn_N = logits_NV.argmax(-1)
+        drawn_N = draw(logits_NV, at.draws)
         self.last_token.index_copy_(0, at.row_N, drawn_N)
         return logits_NV, drawn_N
 
@@ -128,6 +140,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        timeline = self.decoder.timeline
+        captured = nullcontext() if timeline is None else timeline.captured()
+        with captured as at.marks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             at.outputs = self._step(at)
         at.graph = graph

@@ -22,6 +22,7 @@ from placement.errors import UserError
 
 IDLE_POLL_MS = 200
 TRACE_MESSAGE_BYTES = 8 << 20
+TIMELINE_MESSAGE_SPANS = 20_000
 
 
 def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
@@ -79,6 +80,8 @@ def serve(engine: Engine, info: RankInfo) -> None:
             send("tokens", items=[astuple(output) for output in gained])
     for message in recorded_messages(engine):
         send("trace", **message)
+    for message in timeline_messages(engine):
+        send("timeline", **message)
     send("stats", report={**engine.report(), "seconds": time.perf_counter() - started})
     context.destroy(linger=5000)
 
@@ -98,6 +101,17 @@ def recorded_messages(engine: Engine) -> Iterator[dict]:
             yield {"full": engine.recorder.full, "sequences": sequences}
             sequences, size = [], 0
     yield {"full": engine.recorder.full, "sequences": sequences}
+
+
+def timeline_messages(engine: Engine) -> Iterator[dict]:
+    """What was timed, in messages of bounded size: ``{"full", "spans": [fields of a Span]}``."""
+    timeline = engine.runner.decoder.timeline
+    if timeline is None:
+        return
+    spans = timeline.read()
+    for first in range(0, len(spans), TIMELINE_MESSAGE_SPANS):
+        part = spans[first : first + TIMELINE_MESSAGE_SPANS]
+        yield {"full": timeline.full, "spans": [astuple(span) for span in part]}
 
 
 def receive(requests: zmq.Socket, idle: bool) -> list[dict]:

@@ -6,6 +6,7 @@ Every rank calls :meth:`Decoder.forward` in every step that any rank has work fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -18,7 +19,8 @@ from epmoe.model.attention import attend
 from epmoe.model.weights import ModelWeights, MoEWeights
 from epmoe.moe.exchange import Exchange
 from epmoe.moe.layer import MoELayer, gated_mlp
-from epmoe.moe.overlap import ATTENTION, EMBED, HEAD, MLP, Lane, Observer, Step, free_sms, open_travel, run_lanes
+from epmoe.moe.overlap import ATTENTION, EMBED, HEAD, MLP, Lane, Step, free_sms, open_travel, run_lanes
+from epmoe.moe.timeline import Timeline
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.linear import linear
 from epmoe.ops.norm import add_rms_norm
@@ -66,7 +68,7 @@ class Decoder:
         device = weights.embed.device
         positions = config.max_position_embeddings
         self.travel = open_travel(exchange)
-        self.timeline: Observer | None = None
+        self.timeline: Timeline | None = None
         self.rotary = rotary_table(positions, config.rotary_dim, config.rope_theta, weights.embed.dtype).to(device)
         serve_LE = torch.from_numpy(plan.serve_slot_LE(exchange.comm.rank)).to(device)
         self.moe: dict[int, MoELayer] = {}
@@ -91,7 +93,8 @@ class Decoder:
         first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
         num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
         stages = [self._lane((n, first[n]), batch, cache, observe, num_sms) for n, batch in enumerate(lanes)]
-        logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline)
+        with nullcontext() if self.timeline is None else self.timeline.forward():
+            logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _lane(
