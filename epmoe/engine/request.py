@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from epmoe.ops.sampling import noise_stem
 from placement.errors import UserError
 
 
@@ -66,14 +68,9 @@ class SamplingParams:
             if not holds:
                 raise UserError(f"{key} is {getattr(self, key)!r}; it must be {rule}")
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def greedy(self) -> bool:
-        """The likeliest token by the model's own logits."""
-        return self.temperature == 0 and not self.penalised
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,6 +139,11 @@ class Request:
     probe: int = 0
     row: int = -1  # row of the device's per-request state while running
     finish_reason: str | None = None
+
+    @cached_property
+    def noise_stem(self) -> int:
+        """What the noise of all its draws has in common (see ``ops.sampling``)."""
+        return noise_stem(self.seed, self.sample_index)
 
     @property
     def known(self) -> int:

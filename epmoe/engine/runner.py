@@ -9,37 +9,14 @@ import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
+from epmoe.engine.drawing import Logprobs, draw_arrays, logprobs, sample_row
 from epmoe.engine.graphs import DecodeGraphs
 from epmoe.engine.scheduler import Chunk, split_lanes
 from epmoe.engine.staging import HostCopy, Staging
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
 from epmoe.ops.attention import AttentionBatch
-from epmoe.ops.sampling import SampleRow, noise_key, sample
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Log-probabilities by the model (before temperature and penalties) for J drawn tokens, on the device.
-
-    ``rank_J`` counts from 1 for the likeliest token; ``top_JC`` and ``top_id_JC`` are the likeliest ones in order, of
-    which request ``ids[j]`` asked for ``counts[j]``.
-    """
-
-    ids: list[int]
-    counts: list[int]
-    chosen_J: torch.Tensor
-    rank_J: torch.Tensor
-    top_JC: torch.Tensor
-    top_id_JC: torch.Tensor
-
-    def by_request(self) -> dict[int, dict]:
-        """``{"logprob", "rank", "top": [[id, log-probability], ...]}`` by request id; waits for the device."""
-        columns = (self.chosen_J, self.rank_J, self.top_JC, self.top_id_JC)
-        rows = zip(self.ids, self.counts, *(column.tolist() for column in columns))
-        return {
-            number: {"logprob": chosen, "rank": rank, "top": list(zip(top_ids[:count], top[:count]))}
-            for number, count, chosen, rank, top, top_ids in rows
-        }
+from epmoe.ops.draw import Draws, draw
+from epmoe.ops.sampling import sample
 
 
 @dataclass(frozen=True)
@@ -86,12 +63,12 @@ class Runner:
         logits_NV, token_N = self.forward(chunks, kind)
         if not drawing:
             return Launched(HostCopy(torch.empty(0, dtype=torch.int64)))
-        if token_N is None or not all(chunk.request.params.greedy for chunk in drawing):
+        if token_N is None or any(chunk.request.params.penalised for chunk in drawing):
             token_N = self._draw(logits_NV, drawing)
-        return Launched(HostCopy(token_N), _logprobs(logits_NV, token_N, drawing))
+        return Launched(HostCopy(token_N), logprobs(logits_NV, token_N, drawing, self.staging))
 
     def forward(self, chunks: list[Chunk], kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of the sampling chunks, ``[N, V]``, and their greedy tokens (if a graph ran) int64 ``[N]``."""
+        """Logits of the sampling chunks, ``[N, V]``, and what a graph drew from them (without penalties)."""
         if kind.padded:
             return tuple(each[: len(chunks)] for each in self.graphs.run(chunks, kind.padded))
         parts = split_lanes(chunks) if kind.lanes == 2 else (chunks,)
@@ -100,10 +77,14 @@ class Runner:
     def _draw(self, logits_NV: torch.Tensor, drawing: list[Chunk]) -> torch.Tensor:
         """Draw by each request's parameters; ``last_token`` takes the tokens."""
         row_N = np.array([chunk.request.row for chunk in drawing])
-        unknown_N = np.array([chunk.position > chunk.request.known for chunk in drawing])
-        rows, unknown = self.staging.upload([row_N, unknown_N])
-        pending_N = torch.where(unknown, self.last_token[rows], -1)
-        token_N = sample(logits_NV, [_sample_row(chunk) for chunk in drawing], pending_N)
+        if logits_NV.is_cuda and not any(chunk.request.params.penalised for chunk in drawing):
+            rows, *draws = self.staging.upload([row_N, *draw_arrays(drawing, len(drawing))])
+            token_N = draw(logits_NV, Draws(*draws))
+        else:
+            unknown_N = np.array([chunk.position > chunk.request.known for chunk in drawing])
+            rows, unknown = self.staging.upload([row_N, unknown_N])
+            pending_N = torch.where(unknown, self.last_token[rows], -1)
+            token_N = sample(logits_NV, [sample_row(chunk) for chunk in drawing], pending_N)
         self.last_token[rows] = token_N
         return token_N
 
@@ -148,34 +129,3 @@ def _block_table(chunks: list[Chunk]) -> np.ndarray:
     for row, chunk in zip(table_NP, chunks):
         row[: len(chunk.request.blocks)] = chunk.request.blocks
     return table_NP
-
-
-def _sample_row(chunk: Chunk) -> SampleRow:
-    request, params = chunk.request, chunk.request.params
-    counted = params.penalised
-    return SampleRow(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        prompt=request.prompt if counted else (),
-        output=request.output if counted else (),
-        key=noise_key(request.seed, request.sample_index, chunk.position),
-    )
-
-
-def _logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, drawing: list[Chunk]) -> Logprobs | None:
-    """For the requests that ask, on the device; ``None`` if nobody does."""
-    asked = {n: chunk.request.params.logprobs for n, chunk in enumerate(drawing)}
-    asked = {n: count for n, count in asked.items() if count is not None}
-    if not asked:
-        return None
-    row_J = torch.tensor(list(asked), device=logits_NV.device)
-    logprob_JV = logits_NV[row_J].float().log_softmax(-1)
-    chosen_J1 = logprob_JV.gather(1, token_N[row_J, None])
-    rank_J = (logprob_JV > chosen_J1).sum(-1) + 1
-    top = logprob_JV.topk(min(max(asked.values()), logprob_JV.shape[1]))
-    return Logprobs([drawing[n].request.id for n in asked], list(asked.values()), chosen_J1[:, 0], rank_J, *top)

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from epmoe.ops.draw import Draws, draw
+
 _MASK64 = (1 << 64) - 1
+_STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,38 @@ class SampleRow:
 
 def noise_key(seed: int, sample_index: int, position: int) -> int:
     """64-bit key of a draw (SplitMix64 over the three numbers)."""
-    key = 0
-    for word in (seed, sample_index, position):
-        key = (key + word + 0x9E3779B97F4A7C15) & _MASK64
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
-        key ^= key >> 31
-    return key
+    return _splitmix(noise_stem(seed, sample_index) + position)
+
+
+def noise_stem(seed: int, sample_index: int) -> int:
+    """What the keys of all draws of one sample have in common."""
+    return _splitmix(_splitmix(seed) + sample_index)
+
+
+def noise_keys(stem_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
+    """`noise_key` of many draws, uint64 ``[N]``, from their stems (uint64) and positions."""
+    key = stem_N + position_N.astype(np.uint64) + np.uint64(_STEP)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(_MIX[0])
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(_MIX[1])
+    return key ^ (key >> np.uint64(31))
+
+
+def _splitmix(key: int) -> int:
+    key = (key + _STEP) & _MASK64
+    key = ((key ^ (key >> 30)) * _MIX[0]) & _MASK64
+    key = ((key ^ (key >> 27)) * _MIX[1]) & _MASK64
+    return key ^ (key >> 31)
+
+
+def pack_draws(rows: Sequence[SampleRow], device: torch.device | str) -> Draws:
+    """The rows' parameters on a device (penalties are not among them)."""
+    return Draws(
+        temperature_N=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
+        top_k_N=torch.tensor([min(row.top_k, 1 << 30) for row in rows], dtype=torch.int32, device=device),
+        top_p_N=torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
+        min_p_N=torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
+        key_N=torch.from_numpy(np.array([row.key for row in rows], np.uint64).view(np.int64)).to(device),
+    )
 
 
 def sample(logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,6 +83,8 @@ def sample(logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.
     if all(row.temperature == 0 and not _penalised(row) for row in rows):
         return logits_NV.float().argmax(-1)
     logits_NV = apply_penalties(logits_NV.float(), rows, pending_N)
+    if logits_NV.is_cuda:
+        return draw(logits_NV, pack_draws(rows, logits_NV.device))
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
     token_N = logits_NV.argmax(-1)
     if drawn:
