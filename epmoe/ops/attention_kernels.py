@@ -35,8 +35,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Add keys ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees.
 
-    Keys come by pointers from ``k_ptr``, or, where a tile lies within one block, by TMA from descriptor ``cache``: there
-    ``k_ptr`` is the head's first row of it and ``value_stride`` the rows from keys to values.
+    Keys come by pointers from ``k_ptr``, or, where a tile lies within one block, by TMA from descriptor ``cache``:
+    there ``k_ptr`` is the head's first row of it and ``value_stride`` the rows from keys to values.
     """
     D: tl.constexpr = tile[0]
     D2: tl.constexpr = tile[1]
@@ -252,6 +252,6 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
 def takes_descriptor(cache_HBSd: torch.Tensor, tiling: Tiling) -> bool:
     """Whether a tile of keys lies within one block and its rows are of a size that TMA takes."""
     _, _, _, block_size, D = cache_HBSd.shape
-    whole = block_size % tiling.keys == 0 and D == triton.next_power_of_2(D) and D >= 16
+    whole = block_size % tiling.keys == 0 and triton.next_power_of_2(D) == D and D >= 16
     device = cache_HBSd.device
     return whole and cache_HBSd.is_contiguous() and (device.type == "cpu" or has_hopper_features(device))
