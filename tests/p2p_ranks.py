@@ -1,0 +1,186 @@
+"""Rank processes with a GPU each, or sharing one, that run rounds of the p2p exchange; each checks its own tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from p2p_cases import Case, inputs, reference, run_experts, shape_of
+
+from epmoe.comm import Comm, open_comm
+from epmoe.moe.p2p import P2P, PeerFailed
+
+
+def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: float = 120) -> list:
+    """``function(comm, *args)`` on every rank; per rank what it returned, or the exit code of a rank that died.
+
+    An exception on a rank is raised here; ranks that are left then are killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            args_of_rank = (theirs, rank, world, gpus, f"file://{Path(folder) / 'rendezvous'}", function, args)
+            processes.append(context.Process(target=_serve, args=args_of_rank, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        results, deadline = [], time.monotonic() + timeout_s
+        try:
+            for pipe, process in zip(pipes, processes):
+                assert pipe.poll(max(0.1, deadline - time.monotonic())), f"no answer in {timeout_s} s; so far {results}"
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    process.join()
+                    ok, value = True, process.exitcode
+                assert ok, value
+                results.append(value)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return results
+
+
+def _serve(pipe, rank: int, world: int, gpus: int, rendezvous: str, function: Callable, args) -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    try:
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
+        comm = open_comm(rank, world, device, rendezvous, 60.0, shared_gpu=True)  # rows do not travel over its group
+        pipe.send((True, function(comm, *args)))
+    except BaseException:
+        pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+    os._exit(0)
+
+
+class Layer:
+    """One MoE layer's exchange on one rank, with poisoned buffers and random delays."""
+
+    def __init__(self, exchange: P2P, case: Case, delays: bool) -> None:
+        self.exchange, self.case, self.delays = exchange, case, delays
+
+    def delay(self) -> None:
+        if self.delays:
+            torch.cuda._sleep(random.randrange(200_000))
+            if random.random() < 0.2:
+                time.sleep(random.random() * 2e-3)
+
+    def poison(self, lane: int, first: str, last: str) -> None:
+        layout = self.exchange.layout
+        end = layout.at(last) + layout.sizes[last]
+        self.exchange.lanes[lane].buffer[layout.at(first) : end].fill_(0xFF)
+
+    def __call__(self, x, slot, weight, add=None, lane: int = 0) -> torch.Tensor:
+        exchange = self.exchange
+        self.poison(lane, "returned", "returned")  # nobody writes there before this dispatch has arrived
+        self.delay()
+        sending = exchange.dispatch_send(exchange.dispatch_begin(x, slot, weight, lane))
+        self.delay()
+        received, route = exchange.dispatch_end(sending, self.case.slots)
+        out = run_experts(received, self.case.slots, exchange.comm.rank)
+        self.poison(lane, "slot", "rows")  # nor there before this combine has
+        self.delay()
+        returning = exchange.combine_begin(out, route)
+        self.delay()
+        return exchange.combine_end(returning, add)
+
+
+def data_of(case: Case, comm: Comm, seed: int):
+    """This rank's tokens; in some rounds all go to one rank, or the rank has none."""
+    only = seed % case.world if seed % 5 == 0 else None
+    x, slot, weight = inputs(case, seed * case.world + comm.rank, comm.device, only=only)
+    tokens = 0 if seed % 7 == comm.rank + 1 else 1 + (seed * 13 + comm.rank * 5) % case.tokens
+    return x[:tokens], slot[:tokens], weight[:tokens]
+
+
+def eager_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
+    """Rounds whose answer is not the reference's; other sizes every time, lanes in turn."""
+    exchange = P2P(comm, shape_of(case))
+    layer, bad = Layer(exchange, case, delays), 0
+    for seed in range(rounds):
+        exchange.begin_step(case.tokens if seed % 3 else case.bound)
+        data = data_of(case, comm, seed)
+        y = layer(*data, lane=seed % 2)
+        bad += not torch.equal(y, reference(case, *data))
+    exchange.raise_if_failed()
+    return bad
+
+
+def graph_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
+    """The same with two lanes under way at once in one captured graph, and eager steps between its replays."""
+    exchange = P2P(comm, shape_of(case))
+    layer, bad = Layer(exchange, case, False), 0
+    exchange.begin_step(case.tokens)
+    full = [tuple(part[: case.tokens].clone() for part in inputs(case, lane, comm.device)) for lane in range(2)]
+    warm = [layer(*full[lane], lane=lane) for lane in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sent = [exchange.dispatch_begin(*full[lane], lane) for lane in range(2)]
+        arrived = [exchange.dispatch_end(sending, case.slots) for sending in sent]
+        back = [exchange.combine_begin(run_experts(r, case.slots, comm.rank), route) for r, route in arrived]
+        y = [exchange.combine_end(returning) for returning in back]
+    layer.delays = delays
+    for seed in range(rounds):
+        exchange.begin_step(case.tokens)
+        for lane in range(2):
+            new = inputs(
+                case, (seed * 2 + lane) * case.world + comm.rank, comm.device, only=0 if seed % 5 == 0 else None
+            )
+            for part, value in zip(full[lane], new):
+                part.copy_(value[: case.tokens])
+        layer.delay()
+        graph.replay()
+        for lane in range(2):
+            bad += not torch.equal(y[lane], reference(case, *full[lane]))
+        if seed % 3 == 0:
+            data = data_of(case, comm, seed)
+            bad += not torch.equal(layer(*data, lane=seed % 2), reference(case, *data))
+    exchange.raise_if_failed()
+    del warm
+    return bad
+
+
+def die_in_a_round(comm: Comm, case: Case, graphed: bool) -> str:
+    """Rank 1 is killed in step 3; what the others say, and how long after they came to that step's end."""
+    exchange = P2P(comm, shape_of(case))
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            exchange.watch_peers()
+
+    threading.Thread(target=watch, daemon=True).start()
+    comm.at.layer = 5
+    layer, data = Layer(exchange, case, False), data_of(case, comm, 1)
+    layer(*data)
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(*data)
+    for step in range(1, 6):
+        comm.all_gather_headers(np.zeros(1, np.int64))
+        comm.at.step = step
+        exchange.begin_step(case.bound)
+        if step == 3 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        graph.replay() if graphed else layer(*data)
+        torch.cuda.synchronize()
+        try:
+            exchange.raise_if_failed()
+        except PeerFailed as error:
+            return f"{error} ({time.monotonic() - begin:.1f} s)"
+    return "nothing noticed"

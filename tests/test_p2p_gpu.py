@@ -1,0 +1,70 @@
+"""The p2p exchange on a GPU (``pytest -m gpu``): virtual ranks, then processes that share one GPU or have one each."""
+
+import re
+
+import pytest
+import torch
+from p2p_cases import Case, VirtualExchange, inputs, lockstep_ranks, lockstep_round, reference
+from p2p_ranks import die_in_a_round, eager_rounds, graph_rounds, run_ranks
+
+from epmoe.ops.p2p_put import PutOptions
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+SMALL = {2: Case(2, 64, 64, 8, 1024, 8, BF16, False), 4: Case(4, 33, 48, 4, 512, 3, BF16, True)}
+SMALL[8] = Case(8, 24, 32, 8, 512, 2, BF16, False)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("world,tokens,hidden", [(1, 3, 64), (3, 17, 1024), (8, 33, 7168), (8, 130, 2048)])
+def test_virtual_ranks_give_the_reference(world, tokens, hidden, reduce):
+    case = Case(world, tokens, tokens + 3, 2 if world == 1 else 6, hidden, 4 if world > 1 else 2, BF16, reduce)
+    exchange = VirtualExchange(case, "cuda", PutOptions())
+    exchange.poison()
+    for seed in range(4):
+        data = inputs(case, seed, "cuda", only=0 if seed == 1 else None)
+        assert torch.equal(exchange.round(*data), reference(case, *data)), f"round {seed}"
+    assert exchange.failure() is None
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_lockstep_ranks_give_the_reference(reduce):
+    case = Case(4, 40, 64, 4, 1024, 5, BF16, reduce)
+    exchanges = lockstep_ranks(case, "cuda")
+    for seed, bound in enumerate((64, 40, 50)):
+        for exchange in exchanges:
+            exchange.begin_step(bound)
+        data = inputs(case, seed, "cuda")
+        add = torch.randn_like(data[0])
+        assert torch.equal(lockstep_round(exchanges, case, data, seed % 2, add), reference(case, *data, add))
+    assert all(exchange.failure() is None for exchange in exchanges)
+
+
+@pytest.mark.parametrize("world", SMALL)
+def test_processes_sharing_a_gpu(world):
+    assert run_ranks(world, eager_rounds, SMALL[world], 20, True) == [0] * world
+    assert run_ranks(world, graph_rounds, SMALL[world], 20, True) == [0] * world
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", SMALL)
+def test_a_thousand_rounds(world):
+    assert run_ranks(world, eager_rounds, SMALL[world], 500, True, timeout_s=180) == [0] * world
+    assert run_ranks(world, graph_rounds, SMALL[world], 250, True, timeout_s=180) == [0] * world
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("reduce", [False, True])
+def test_a_gpu_for_each_rank(reduce):
+    case = Case(2, 64, 64, 8, 1024, 8, BF16, reduce)
+    assert run_ranks(2, eager_rounds, case, 100, True, gpus=2) == [0, 0]
+    assert run_ranks(2, graph_rounds, case, 100, True, gpus=2) == [0, 0]
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_killed_rank_ends_the_others(graphed):
+    said = run_ranks(3, die_in_a_round, Case(3, 8, 8, 2, 256, 4, BF16, False), graphed, timeout_s=60)
+    assert said[1] == -9
+    for message in (said[0], said[2]):
+        found = re.match(r"step 3, layer 5, (dispatch|combine): rank 1 is gone, .* \((.*) s\)", message)
+        assert found and float(found[2]) < 10, message
