@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+Work = dist.Work
 # torch renamed it in 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -38,7 +39,7 @@ class Position:
 
 @dataclass
 class Comm:
-    """One rank's process groups. With ``world == 1`` nothing is initialised and every exchange is local."""
+    """One rank's process groups. With ``world == 1`` none is needed, and every exchange is local."""
 
     rank: int
     world: int
@@ -47,12 +48,12 @@ class Comm:
     control: dist.ProcessGroup | None = None
     at: Position = field(default_factory=Position)
     on_nccl: bool = False  # rows travel on NCCL
-    on_work: Callable[[dist.Work], None] | None = None  # sees the exchanges of rows that the host waits for
+    on_work: Callable[[Work], None] | None = None  # sees the exchanges of rows that the host waits for
 
     def all_to_all(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Pending:
         """Start an exchange of rows: ``send[w]`` rows of ``rows`` go to rank w, ``receive[w]`` come from it, in rank
         order. Any dtype (bytes on the wire); zero rows are legal."""
-        if self.world == 1:
+        if self.data is None:
             return Pending(rows, None)
         wire = rows.contiguous().view(torch.uint8)
         out = wire.new_empty((sum(receive), *wire.shape[1:]))
@@ -62,7 +63,7 @@ class Comm:
     def all_to_all_blocks(self, out: torch.Tensor, blocks: torch.Tensor) -> Pending:
         """Start an exchange of equal blocks: ``blocks[w]`` goes to rank w, ``out[w]`` comes from it. Both are dense
         and may be used in a captured graph on NCCL."""
-        if self.world == 1:
+        if self.data is None:
             out.copy_(blocks)
             return Pending(out, None)
         flat_out, flat = out.view(-1).view(torch.uint8), blocks.view(-1).view(torch.uint8)

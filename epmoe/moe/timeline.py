@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from epmoe.comm import Comm
+from epmoe.comm import Comm, Work
 from epmoe.moe.overlap import Step
 
 COMPUTE, TRAVEL = "compute", "travel"
@@ -136,7 +135,7 @@ class Timeline:
         event.record()
         return event
 
-    def _started(self, work: dist.Work) -> None:
+    def _started(self, work: Work) -> None:
         """A collective of the open travelling stage is under way (CPU)."""
         if not self._open:
             return
