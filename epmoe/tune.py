@@ -1,7 +1,7 @@
 """Measures the tiles of the MoE layer's grouped GEMMs on the GPU at hand, for one shape and number of tokens.
 
 Each GEMM's candidates are timed alone; the best of the likeliest block sizes, and what the heuristic would take, are
-then timed as a whole: experts and weighted sum.  A candidate that fails, or whose result is off, is left out.
+then timed as a whole: index, experts and weighted sum.  A candidate that fails, or whose result is off, is left out.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from epmoe.gpu_timer import Timer
 from epmoe.model.weights import ExpertWeights
+from epmoe.ops.combine import weighted_sum
 from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts import ExpertOptions, expert_sum
+from epmoe.ops.experts_fp8 import choose_fp8, down_fp8_triton, expert_mlp_fp8_triton, gate_up_fp8_triton
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up
+from epmoe.ops.fp8 import FP8, scale_shape
 from epmoe.ops.gate_up_gemm import gate_up_triton
-from epmoe.ops.moe_index import MoEIndex, build_index_triton, with_block_rows
-from epmoe.ops.tile_candidates import VECTORS, candidates
+from epmoe.ops.grouped_gemm import TileConfig
+from epmoe.ops.moe_index import MoEIndex, build_index_triton
+from epmoe.ops.tile_candidates import VECTORS, candidates, candidates_fp8
 from epmoe.ops.tiles import Choice, choose
 from epmoe.ops.tuned import TunedCase
 
@@ -29,6 +34,7 @@ FINALISTS = 3
 CLEARLY = 0.99  # the heuristic's tiles stay unless others take less than this share of their time
 COMPILERS = 8
 OPTIONS = ExpertOptions()
+GATE_UP, DOWN = "gate_up", "down"
 
 
 @dataclass(frozen=True)
@@ -58,35 +64,86 @@ class Problem:
     def tokens(self) -> int:
         return self.x_TD.shape[0]
 
+    @property
+    def pairs(self) -> int:
+        return self.slot_TK.numel()
+
     def index(self, rows: int) -> MoEIndex:
         return build_index_triton(self.slot_TK, self.shape.experts, rows)
 
-    def whole(self, choice: Choice) -> torch.Tensor:
-        return expert_sum(self.x_TD, self.index(choice.rows), self.weights, self.mix_TK, OPTIONS, choice)
+    @property
+    def kernels(self) -> Kernels:
+        return EIGHT_BIT if self.weights.down.dtype == FP8 else HALF
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one kind of weights.  ``gate_up`` makes what ``down`` takes; both take tiles and an index."""
+
+    heuristic: Callable[[Problem], Choice]
+    candidates: Callable[[int, int], list[tuple[int, TileConfig, tuple[str, ...]]]]
+    gate_up: Callable[[Problem, MoEIndex, TileConfig], Any]
+    down: Callable[[Problem, MoEIndex, TileConfig, Any], torch.Tensor]
+    whole: Callable[[Problem, Choice], torch.Tensor]
+
+
+def _whole_half(problem: Problem, choice: Choice) -> torch.Tensor:
+    index = problem.index(choice.rows)
+    return expert_sum(problem.x_TD, index, problem.weights, problem.mix_TK, OPTIONS, choice)
+
+
+def _whole_fp8(problem: Problem, choice: Choice) -> torch.Tensor:
+    index = problem.index(choice.rows)
+    out_MD = expert_mlp_fp8_triton(problem.x_TD, index, problem.weights, OPTIONS, choice)
+    return weighted_sum(out_MD, index.pos_RK, problem.mix_TK)
+
+
+HALF = Kernels(
+    heuristic=lambda p: choose(p.x_TD, p.pairs, p.weights),
+    candidates=lambda pairs, slots: [(*each, (GATE_UP, DOWN)) for each in candidates(pairs, slots)],
+    gate_up=lambda p, index, tiles: gate_up_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
+    down=lambda p, index, tiles, act: down_triton(act, index, p.weights, tiles),
+    whole=_whole_half,
+)
+EIGHT_BIT = Kernels(
+    heuristic=lambda p: choose_fp8(p.pairs, p.shape.experts),
+    candidates=lambda pairs, slots: [
+        (rows, tiles, (GATE_UP, DOWN) if tiles.cols == 256 else (DOWN,)) for rows, tiles in candidates_fp8(pairs, slots)
+    ],
+    gate_up=lambda p, index, tiles: gate_up_fp8_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
+    down=lambda p, index, tiles, act: down_fp8_triton(act, index, p.weights, tiles, 0, p.x_TD.dtype),
+    whole=_whole_fp8,
+)
 
 
 def random_weights(shape: Shape, dtype: torch.dtype) -> ExpertWeights:
-    """Normal weights of variance 1 / fan-in on the current GPU."""
-    sizes = (shape.experts, 2 * shape.features, shape.hidden), (shape.experts, shape.hidden, shape.features)
-    gate_up, down = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
-    for weight in (gate_up, down):
+    """Normal weights of variance 1 / fan-in on the current GPU; 8-bit ones with scales."""
+    L, D, F = shape.experts, shape.hidden, shape.features
+    gate_up, down = (torch.empty(size, dtype=dtype, device="cuda") for size in ((L, 2 * F, D), (L, D, F)))
+    scales = []
+    for weight, sides in ((gate_up, (2,)), (down, ())):
+        std = weight.shape[2] ** -0.5
         for matrix in weight:
-            matrix.normal_(std=matrix.shape[1] ** -0.5)
-    return ExpertWeights(gate_up, down)
+            normal = torch.randn(matrix.shape, device="cuda")
+            matrix.copy_(normal * (100.0 if dtype == FP8 else std))
+        blocks = scale_shape(weight.shape[1] // (2 if sides else 1), weight.shape[2])
+        scales.append(torch.full((L, *sides, *blocks), std / 100, device="cuda"))
+    return ExpertWeights(gate_up, down, *scales) if dtype == FP8 else ExpertWeights(gate_up, down)
 
 
 def problem(shape: Shape, weights: ExpertWeights, tokens: int) -> Problem:
-    x_TD = torch.randn(tokens, shape.hidden, device="cuda").to(weights.down.dtype)
+    dtype = torch.bfloat16 if weights.down.dtype == FP8 else weights.down.dtype
+    x_TD = torch.randn(tokens, shape.hidden, device="cuda").to(dtype)
     mix_TK, slot_TK = torch.randn(tokens, shape.experts, device="cuda").softmax(1).topk(shape.top_k, 1)
     return Problem(shape, weights, x_TD, slot_TK.int(), mix_TK)
 
 
 def tune(problem: Problem, timer: Timer, say: Callable[[str], None] = lambda line: None) -> TunedCase:
     """The fastest tiles for one problem; ``say`` hears of candidates that were left out."""
-    shape = problem.shape
-    heuristic = choose(problem.x_TD, problem.slot_TK.numel(), problem.weights)
+    shape, whole = problem.shape, problem.kernels.whole
+    heuristic = problem.kernels.heuristic(problem)
     finalists = _sound(problem, heuristic, _finalists(problem, heuristic, timer, say), say)
-    calls = {choice: [partial(problem.whole, choice)] for choice in (heuristic, *finalists)}
+    calls = {choice: [partial(whole, problem, choice)] for choice in (heuristic, *finalists)}
     us = timer.compare(calls, 3, _copies(problem))
     best = min(us, key=us.get)
     best = best if us[best] < CLEARLY * us[heuristic] else heuristic
@@ -96,7 +153,7 @@ def tune(problem: Problem, timer: Timer, say: Callable[[str], None] = lambda lin
         top_k=shape.top_k,
         hidden=shape.hidden,
         features=shape.features,
-        dtype=str(problem.x_TD.dtype).removeprefix("torch."),
+        dtype=str(problem.weights.down.dtype).removeprefix("torch."),
         tokens=problem.tokens,
         tuned_us=round(us[best], 2),
         heuristic_us=round(us[heuristic], 2),
@@ -109,27 +166,27 @@ def _copies(problem: Problem) -> int:
 
 
 def _finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable) -> list[Choice]:
-    if problem.tokens == 1:
+    """The best tiles of the block sizes whose two GEMMs take least together."""
+    if heuristic.vector:
         return _vector_finalists(problem, heuristic, timer, say)
-    act_MF = problem.x_TD.new_empty((problem.slot_TK.numel(), problem.shape.features)).normal_()
+    kernels = problem.kernels
+    act = kernels.gate_up(problem, problem.index(heuristic.rows), heuristic.gate_up)
     calls: dict[tuple, dict] = {}
-    for rows, config in candidates(problem.slot_TK.numel(), problem.shape.experts):
-        index = with_block_rows(problem.index(rows), rows)
-        calls[rows, config] = {
-            "gate_up": partial(gate_up_triton, problem.x_TD, index, problem.weights, config, OPTIONS.act),
-            "down": partial(down_triton, act_MF, index, problem.weights, config),
+    for rows, tiles, parts in kernels.candidates(problem.pairs, problem.shape.experts):
+        index = problem.index(rows)
+        both = {
+            GATE_UP: partial(kernels.gate_up, problem, index, tiles),
+            DOWN: partial(kernels.down, problem, index, tiles, act),
         }
-    us = _time_each(calls, timer, _copies(problem), say)
-    choices = []
-    for rows in {rows for rows, _ in us}:
-        best = {
-            name: min((each[name], n, config) for n, ((r, config), each) in enumerate(us.items()) if r == rows)
-            for name in ("gate_up", "down")
-        }
-        total = best["gate_up"][0] + best["down"][0]
-        choices.append((total, replace(heuristic, rows=rows, gate_up=best["gate_up"][2], down=best["down"][2])))
-    choices.sort(key=lambda pair: pair[0])
-    return [choice for _, choice in choices[:FINALISTS]]
+        calls[rows, tiles] = {part: both[part] for part in parts}
+    best: dict[int, dict] = {}
+    for (rows, tiles), us in _time_each(calls, timer, _copies(problem), say).items():
+        mine = best.setdefault(rows, {})
+        for part, each in us.items():
+            mine[part] = min(mine.get(part, (each, tiles)), (each, tiles), key=lambda pair: pair[0])
+    both = [(rows, mine[GATE_UP], mine[DOWN]) for rows, mine in best.items() if len(mine) == 2]
+    both.sort(key=lambda each: each[1][0] + each[2][0])
+    return [replace(heuristic, rows=rows, gate_up=one[1], down=two[1]) for rows, one, two in both[:FINALISTS]]
 
 
 def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable) -> list[Choice]:
@@ -137,20 +194,20 @@ def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Ca
     act_KF = problem.x_TD.new_empty((problem.shape.top_k, problem.shape.features)).normal_()
     calls = {
         tile: {
-            "gate_up": partial(vector_gate_up, problem.x_TD, index, problem.weights, OPTIONS.act, tile),
-            "down": partial(vector_down, act_KF, index, problem.weights, problem.mix_TK, tile),
+            GATE_UP: partial(vector_gate_up, problem.x_TD, index, problem.weights, OPTIONS.act, tile),
+            DOWN: partial(vector_down, act_KF, index, problem.weights, problem.mix_TK, tile),
         }
         for tile in VECTORS
     }
     us = _time_each(calls, timer, _copies(problem), say)
     if not us:
         return []
-    pick = tuple(min(us, key=lambda tile: us[tile][name]) for name in ("gate_up", "down"))
+    pick = tuple(min(us, key=lambda tile: us[tile][name]) for name in (GATE_UP, DOWN))
     return [replace(heuristic, vector=pick)]
 
 
 def _time_each(calls: dict, timer: Timer, copies: int, say: Callable) -> dict:
-    """Candidate -> {"gate_up": us, "down": us}; those that fail are left out."""
+    """Candidate -> microseconds of its parts; those that fail are left out."""
     us = {}
     with ThreadPoolExecutor(COMPILERS) as pool:  # the compiler releases the interpreter's lock
         errors = dict(zip(calls, pool.map(_try, calls.values())))
@@ -175,10 +232,11 @@ def _try(calls: dict) -> str:
 
 def _sound(problem: Problem, heuristic: Choice, choices: Iterable[Choice], say: Callable) -> list[Choice]:
     """The choices whose results are those of the heuristic's tiles, to rounding."""
-    want = problem.whole(heuristic).float()
+    whole = problem.kernels.whole
+    want = whole(problem, heuristic).float()
     kept = []
     for choice in choices:
-        apart = ((problem.whole(choice).float() - want).norm() / want.norm()).item()
+        apart = ((whole(problem, choice).float() - want).norm() / want.norm()).item()
         if apart < LIMIT:
             kept.append(choice)
         else:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
 HALVES = ("bfloat16", "float16")
+FP8 = "float8_e4m3fn"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help=f"tokens of a step (default {' '.join(map(str, TOKENS))})",
     )
-    parser.add_argument("--dtype", choices=HALVES, help="default: the model's own; bfloat16 with --shape")
+    parser.add_argument("--dtype", choices=(*HALVES, FP8), help="default: the model's own; bfloat16 with --shape")
     parser.add_argument("-o", "--output", metavar="FILE", help="where results go (default: the file that runs read)")
     parser.add_argument("--json", action="store_true", help="print the cases as JSON instead of lines")
 
@@ -98,9 +99,14 @@ def shape_of(args: argparse.Namespace) -> tuple[Shape, str]:
             model.hidden_size,
             model.moe_intermediate_size,
         )
-        dtype = args.dtype or (model.dtype if model.dtype in HALVES else "bfloat16")
+        own = FP8 if model.block_fp8 else model.dtype
+        dtype = args.dtype or (own if own in (*HALVES, FP8) else "bfloat16")
     if not 1 <= args.ranks <= experts:
         raise UserError(f"--ranks is {args.ranks}; it must be from 1 to the {experts} experts")
+    if dtype == FP8 and (hidden % 128 or features % 128):
+        raise UserError(
+            f"D {hidden} or F {features} is no multiple of 128; such 8-bit experts run as bfloat16: tune that"
+        )
     slots = -(-experts // args.ranks)
     return Shape(slots, min(top_k, slots), hidden, features), dtype
 

@@ -96,6 +96,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["--shape", "8,2,64,64", "--ranks", "9"], "8 experts"),
         (["--shape", "8,2,64,64", "--tokens", "4", "0"], "--tokens has 0"),
         (["--shape", "8,2,64,64", "--dtype", "int8"], "int8"),
+        (["--shape", "8,2,256,64", "--dtype", "float8_e4m3fn"], "multiple of 128"),
         (["--model", "demo", "--shape", "8,2,64,64"], "not allowed"),
         (["--shape", "8,2,64,64"], "no GPU is visible"),
         (["--model", "demo"], "no GPU is visible"),

@@ -24,9 +24,32 @@ CANDIDATES = (
 )
 # (cols, depth, warps) of a vector kernel.
 VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (2, 1024, 2), (4, 2048, 8))
+# Of the 8-bit kernels; tiles of 256 weight rows serve both GEMMs, those of 128 the second.
+CANDIDATES_FP8 = (
+    (16, TileConfig(256, 128, 4, 4, 1, swap=True)),
+    (16, TileConfig(256, 128, 4, 3, 2, swap=True)),
+    (16, TileConfig(128, 128, 4, 4, 2, swap=True)),
+    (16, TileConfig(128, 128, 4, 5, 2, swap=True, flatten=True)),
+    (32, TileConfig(256, 128, 4, 3, 2, swap=True)),
+    (32, TileConfig(128, 128, 4, 4, 2, swap=True)),
+    (64, TileConfig(256, 128, 8, 4, 1)),
+    (64, TileConfig(256, 128, 8, 4, 1, flatten=True)),
+    (64, TileConfig(256, 128, 4, 2, 2)),
+    (64, TileConfig(128, 128, 4, 3, 2)),
+    (128, TileConfig(256, 128, 8, 3, 1)),
+    (128, TileConfig(256, 128, 8, 3, 1, flatten=True)),
+    (128, TileConfig(128, 128, 8, 4, 1)),
+)
 
 
 def candidates(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
     """(rows, tiles) of one GEMM for ``pairs`` pairs over ``slots`` slots: blocks near the mean number of pairs."""
-    now = block_rows(pairs, slots)
-    return [(rows, config) for rows, config in CANDIDATES if now // 2 <= rows <= max(now * 2, 32)]
+    return _near(CANDIDATES, block_rows(pairs, slots))
+
+
+def candidates_fp8(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
+    return _near(CANDIDATES_FP8, block_rows(pairs, slots))
+
+
+def _near(all_of_them: tuple, now: int) -> list[tuple[int, TileConfig]]:
+    return [(rows, config) for rows, config in all_of_them if now // 2 <= rows <= max(now * 2, 32)]
