@@ -77,17 +77,19 @@ def test_sum_of_one_row_is_fused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_rows_do_not_depend_on_the_batch(dtype):
     weights, _ = moe_cases.make_experts(6, 256, 192, dtype, "cuda")
+    """Alone, in order, in another order, beside rows that crowd one slot, and on fewer SMs."""
     x_RD, slot_RK = torch.randn(300, 256).to("cuda", dtype), moe_cases.slots_of("mixed", 300, 3, 6).cuda()
-    options = ExpertOptions(deterministic=True)
+    slot_RK[150:250] = torch.tensor([2, -1, -1], dtype=torch.int32)
 
-    def outputs(rows):
+    def outputs(rows, num_sms=0):
         index = build_index(slot_RK[rows].contiguous(), 6)
-        out_MD = expert_mlp(x_RD[rows].contiguous(), index, weights, options)
-        return weighted_sum(out_MD, index.pos_RK)
+        options = ExpertOptions(deterministic=True, num_sms=num_sms)
+        return weighted_sum(expert_mlp(x_RD[rows].contiguous(), index, weights, options), index.pos_RK)
 
     whole = outputs(slice(0, 300))
-    for rows in (slice(7, 8), slice(100, 117), slice(250, 300)):
+    for rows in (slice(7, 8), slice(100, 117), slice(140, 300), torch.randperm(300), torch.randperm(300)[:41]):
         assert torch.equal(outputs(rows), whole[rows])
+        assert torch.equal(outputs(rows, 3), whole[rows])
 
 
 def test_num_sms_changes_nothing():
