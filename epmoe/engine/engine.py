@@ -28,6 +28,7 @@ from epmoe.engine.scheduler import Chunk, Scheduler, longest, most_in_lane
 from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
 from epmoe.moe.exchange import Exchange, ExchangeShape
+from epmoe.moe.lane_cost import StageTimes, choose_lanes, estimate
 from epmoe.moe.open_exchange import open_exchange
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.tuned import Tuned
@@ -112,6 +113,9 @@ class Engine:
         self.probes = ProbeScores(self.plan, self.affinity, comm.device) if probing else None
         observers = (self.loads, self.recorder, self.probes)
         observe = observe_all([each for each in observers if each is not None])
+        self.stage_times = None
+        if engine.overlap == "auto" and comm.world > 1 and comm.device.type == "cuda":
+            self.stage_times = estimate(self.model, comm.world, engine.combine == "exact")
         if engine.timeline:
             decoder.timeline = Timeline(comm)
         self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
@@ -133,7 +137,7 @@ class Engine:
         self.comm.at.step, self.comm.at.stage = self.steps, "agree"
         chunks = self.scheduler.schedule()
         headers, messages = self._agree(chunks, messages)
-        kind = agreed_kind(headers, self.engine, self.runner.graphs is not None)
+        kind = agreed_kind(headers, self.engine, self.runner.graphs is not None, self.stage_times)
         launched = self._launch(chunks, kind) if kind is not None else None
         outputs = self._commit(*self._in_flight) if self._in_flight is not None else []
         self._in_flight = None
@@ -332,10 +336,13 @@ def exchange_report(exchange: Exchange) -> dict:
     }
 
 
-def agreed_kind(headers: list[Header], engine: EngineConfig, graphs: bool) -> Kind | None:
+def agreed_kind(
+    headers: list[Header], engine: EngineConfig, graphs: bool, times: StageTimes | None = None
+) -> Kind | None:
     """What sort of step it is on every rank; ``None`` if no rank has a token.
 
-    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens.
+    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens and,
+    with ``overlap`` "auto", the slowest rank gains by it as stages take ``times`` (None: not known, one lane).
     """
     most = max(header.tokens for header in headers)
     if most == 0:
@@ -343,7 +350,11 @@ def agreed_kind(headers: list[Header], engine: EngineConfig, graphs: bool) -> Ki
     if graphs and all(header.decodes for header in headers):
         size = padded_size(most, graph_sizes(engine.max_requests))
         return Kind(1, size, size)
-    lanes = 2 if engine.overlap == "on" and most > 1 and len(headers) > 1 else 1
+    lanes = 1
+    if engine.overlap == "on" and most > 1 and len(headers) > 1:
+        lanes = 2
+    elif engine.overlap == "auto" and times is not None:
+        lanes = choose_lanes(tuple(header.tokens for header in headers), times)
     return Kind(lanes, most if lanes == 1 else most_in_lane(most))
 
 
