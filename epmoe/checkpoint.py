@@ -6,7 +6,6 @@ shared parts straight into their final place (``epmoe.layout``).
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ import torch
 
 from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES
-from epmoe.layout import Piece, empty_weights
+from epmoe.layout import empty_weights
 from epmoe.model.weights import ModelWeights
-from epmoe.ops.fp8 import SCALE_SUFFIX, dequantize, scale_shape
-from epmoe.shards import DTYPES, FP8, STORED, Entry, Headers, read_headers, read_rows, read_tensor
+from epmoe.ops.fp8 import SCALE_SUFFIX, scale_shape
+from epmoe.reading import read_pieces
+from epmoe.shards import DTYPES, FP8, Entry, Headers, read_headers
 from placement.errors import UserError
 
 LISTED = 4  # findings named per kind of problem
@@ -71,8 +71,7 @@ def load_weights(
     keep_fp8 = torch.device(device).type == "cuda" if keep_fp8 is None else keep_fp8
     stored_fp8 = {name for name, entry in headers.entries.items() if keep_fp8 and entry.dtype == FP8}
     weights, pieces = empty_weights(config, local_experts, dtype, device, stored_fp8.__contains__)
-    pieces.sort(key=lambda piece: (headers.entries[piece.name].file, headers.entries[piece.name].start, piece.row))
-    read = _read_all(pieces, headers, progress)
+    read = read_pieces(pieces, headers.entries, progress)
     _refuse_zeros(weights, config, local_experts)
     return weights, LoadReport(
         bytes_read=headers.bytes_read + read,
@@ -142,71 +141,16 @@ def _ignored_names(config: ModelConfig) -> re.Pattern[str]:
     return re.compile("|".join((*names.ignored, *tied)))
 
 
-def _read_all(pieces: Sequence[Piece], headers: Headers, progress: Callable[[int, int], None] | None) -> int:
-    """Read pieces in file order; returns the bytes."""
-    entries = headers.entries
-    sizes = [_bytes_of(piece, entries) for piece in pieces]
-    done, total, path, file = 0, sum(sizes), None, -1
-    try:
-        for piece, size in zip(pieces, sizes):
-            entry = entries[piece.name]
-            if entry.file != path:
-                if file >= 0:
-                    os.close(file)
-                path, file = entry.file, os.open(entry.file, os.O_RDONLY)
-            _read_piece(file, entry, piece, _scale_of(piece, entries))
-            done += size
-            if progress:
-                progress(done, total)
-    except (OSError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {error}; it changed or the disk fails: download it again") from None
-    finally:
-        if file >= 0:
-            os.close(file)
-    return done
-
-
-def _scale_of(piece: Piece, entries: dict[str, Entry]) -> Entry | None:
-    """The scales of an 8-bit matrix whose place is of another type."""
-    dequantised = entries[piece.name].dtype == FP8 and piece.into[0][1].dtype != STORED[FP8]
-    return entries[piece.name + SCALE_SUFFIX] if dequantised else None
-
-
-def _bytes_of(piece: Piece, entries: dict[str, Entry]) -> int:
-    scale = _scale_of(piece, entries)
-    matrix = piece.rows * piece.shape[-1] * STORED[entries[piece.name].dtype].itemsize
-    return matrix + (0 if scale is None else scale.end - scale.start)
-
-
-def _read_piece(file: int, entry: Entry, piece: Piece, scale: Entry | None) -> None:
-    """Straight into place where the bytes need no change, through one staging matrix elsewhere."""
-    stored = STORED[entry.dtype]
-    first = piece.into[0][1]
-    if first.device.type == "cpu" and first.dtype == stored and not piece.transposed:
-        for offset, view in piece.into:
-            for part in view if view.dim() == 3 else (view,):
-                read_rows(file, entry, piece.row + offset, part)
-                offset += len(part)
-        return
-    matrix = torch.empty(piece.rows, piece.shape[-1], dtype=stored)
-    read_rows(file, entry, piece.row, matrix)
-    if scale is not None:
-        matrix = dequantize(matrix, read_tensor(scale), torch.float32)
-    matrix = matrix.T if piece.transposed else matrix
-    for offset, view in piece.into:
-        rows = view.numel() // view.shape[-1]
-        view.copy_(matrix[offset : offset + rows].reshape(view.shape))
-
-
 def _refuse_zeros(weights: ModelWeights, config: ModelConfig, local_experts: Sequence[Sequence[int]]) -> None:
     """An expert of zeros was never written (or never read): its tokens would silently lose a term."""
     for layer, held in zip(config.moe_layers, local_experts):
         experts = weights.layers[layer].mlp.experts
-        for slot, expert in enumerate(held):
-            for name, matrix in (("gate and up", experts.gate_up[slot]), ("down", experts.down[slot])):
-                matrix = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
-                if not matrix[0].any() and not matrix.any():
+        for name, matrix_LRC in (("gate and up", experts.gate_up), ("down", experts.down)):
+            matrix_LRC = matrix_LRC.view(torch.uint8) if matrix_LRC.itemsize == 1 else matrix_LRC
+            suspects = (~matrix_LRC[:, 0].any(-1)).nonzero().flatten().tolist()  # by the first row, which is cheap
+            for slot in suspects:
+                if not matrix_LRC[slot].any():
                     raise UserError(
-                        f"layer {layer}, expert {expert}: its {name} weights are all zero; an expert must have been"
+                        f"layer {layer}, expert {held[slot]}: its {name} weights are all zero; an expert must have been"
                         " trained and saved: download the checkpoint again"
                     )

@@ -75,7 +75,7 @@ def random_load(
     began = time.perf_counter()
     torch.manual_seed(0)
     weights, _ = empty_weights(config, local, dtype, device)
-    tensors = [*_tensors(weights)]
+    tensors = [*tensors_of(weights)]
     for tensor in tensors:
         if tensor.dim() == 1:
             tensor.fill_(1)
@@ -88,15 +88,16 @@ def random_load(
     return weights, LoadReport(0, size, len(tensors), 0, 0, time.perf_counter() - began)
 
 
-def _tensors(value: object):
+def tensors_of(value: object):
+    """All tensors of weights, depth first."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
+            yield from tensors_of(getattr(value, name))
 
 
 def kept(load: Loader) -> Loader:

@@ -1,0 +1,187 @@
+"""Reads the pieces of a checkpoint into their places.
+
+On CPU one thread reads straight into the final tensors.  For a GPU several threads read large parts of the files, in
+order, each into pinned buffers of its own; while one buffer is copied to the GPU (and there converted, transposed or
+interleaved as the place needs) the next one fills.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from epmoe.layout import Piece
+from epmoe.ops.fp8 import SCALE_SUFFIX, dequantize
+from epmoe.shards import FP8, STORED, Entry, read_rows, read_tensor
+from placement.errors import UserError
+
+READERS = 8
+PART_BYTES = 16 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One read: a piece, the tensor it lies in, the scales of an 8-bit matrix whose place is of another type."""
+
+    piece: Piece
+    entry: Entry
+    scale: Entry | None
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.piece.rows * self.piece.shape[-1] * STORED[self.entry.dtype].itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.matrix_bytes + (0 if self.scale is None else self.scale.end - self.scale.start)
+
+    @property
+    def straight(self) -> bool:
+        """Whether the place takes the bytes as they are."""
+        return self.scale is None and not self.piece.transposed and self.place.dtype == STORED[self.entry.dtype]
+
+    @property
+    def place(self) -> torch.Tensor:
+        return self.piece.into[0][1]
+
+
+def read_pieces(pieces: Sequence[Piece], entries: Mapping[str, Entry], progress: Progress | None = None) -> int:
+    """Read all pieces, in file order; returns the bytes. UserError naming the file that cannot be read."""
+    jobs = [_job(piece, entries) for piece in pieces]
+    jobs.sort(key=lambda job: (job.entry.file, job.entry.start, job.piece.row))
+    if jobs and jobs[0].place.is_cuda:
+        return _read_to_gpu([part for job in jobs for part in _parts(job)], progress)
+    with _Files() as files:
+        return _count((_read(_read_on_cpu, files, job) for job in jobs), jobs, progress)
+
+
+def _job(piece: Piece, entries: Mapping[str, Entry]) -> Job:
+    entry = entries[piece.name]
+    converted = entry.dtype == FP8 and piece.into[0][1].dtype != STORED[FP8]
+    return Job(piece, entry, entries[piece.name + SCALE_SUFFIX] if converted else None)
+
+
+def _count(done, jobs: Sequence[Job], progress: Progress | None) -> int:
+    read, total = 0, sum(job.bytes for job in jobs)
+    for size in done:
+        read += size
+        if progress:
+            progress(read, total)
+    return read
+
+
+class _Files(ExitStack):
+    """Open descriptors by path; reads are positional, so threads share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+                self.callback(os.close, self._open[path])
+            return self._open[path]
+
+
+def _read(read: Callable[[int, Job], None], files: _Files, job: Job) -> int:
+    """One read, with its errors put in words; returns its bytes."""
+    path = job.entry.file
+    try:
+        read(files[path], job)
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot read {path}: {error}; it changed or the disk fails: download it again") from None
+    return job.bytes
+
+
+# -- on CPU ---------------------------------------------------------------------------------------------------------
+
+
+def _read_on_cpu(file: int, job: Job) -> None:
+    """Straight into place where the bytes need no change, through one staging matrix elsewhere."""
+    piece = job.piece
+    if job.straight:
+        for offset, view in piece.into:
+            for part in view if view.dim() == 3 else (view,):
+                read_rows(file, job.entry, piece.row + offset, part)
+                offset += len(part)
+        return
+    matrix = torch.empty(piece.rows, piece.shape[-1], dtype=STORED[job.entry.dtype])
+    read_rows(file, job.entry, piece.row, matrix)
+    _put(matrix, job)
+
+
+def _put(matrix: torch.Tensor, job: Job) -> None:
+    """Bring a matrix as it was stored into its place, on the device where both are."""
+    if job.scale is not None:
+        matrix = dequantize(matrix, read_tensor(job.scale).to(matrix.device), torch.float32)
+    matrix = matrix.T if job.piece.transposed else matrix
+    for offset, view in job.piece.into:
+        rows = view.numel() // view.shape[-1]
+        view.copy_(matrix[offset : offset + rows].reshape(view.shape))
+
+
+# -- to a GPU -------------------------------------------------------------------------------------------------------
+
+
+def _parts(job: Job) -> list[Job]:
+    """A large matrix that is one run of rows at its place, in parts of about ``PART_BYTES``; any other as it is."""
+    piece = job.piece
+    rows = max(1, PART_BYTES * piece.rows // max(job.matrix_bytes, 1))
+    if rows >= piece.rows or not job.straight or len(piece.into) > 1 or job.place.dim() == 3:
+        return [job]
+    cuts = [(first, min(rows, piece.rows - first)) for first in range(0, piece.rows, rows)]
+    return [
+        replace(
+            job,
+            piece=replace(piece, row=piece.row + first, rows=count, into=((0, job.place[first : first + count]),)),
+        )
+        for first, count in cuts
+    ]
+
+
+class _Reader:
+    """One thread's stream and two pinned buffers that take turns."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+
+    def __call__(self, file: int, job: Job) -> None:
+        self._buffers.reverse()
+        self._copied.reverse()
+        self._copied[0].synchronize()
+        stored = STORED[job.entry.dtype]
+        matrix = self._buffers[0][: job.matrix_bytes].view(stored).view(job.piece.rows, job.piece.shape[-1])
+        read_rows(file, job.entry, job.piece.row, matrix)
+        with torch.cuda.stream(self.stream):
+            _put(matrix.to(self.device, non_blocking=True), job)
+            self._copied[0].record()
+
+
+def _read_to_gpu(jobs: Sequence[Job], progress: Progress | None) -> int:
+    device, size = jobs[0].place.device, max(job.matrix_bytes for job in jobs)
+    torch.cuda.synchronize(device)  # whatever was done to the places before
+    own = threading.local()
+
+    def start() -> None:
+        torch.cuda.set_device(device)
+        own.reader = _Reader(device, size)
+
+    with _Files() as files, ThreadPoolExecutor(READERS, initializer=start) as pool:
+        done = pool.map(lambda job: _read(own.reader, files, job), jobs)
+        read = _count(done, jobs, progress)
+    torch.cuda.synchronize(device)
+    return read
