@@ -99,12 +99,12 @@ def expert_row(expert: int, row: torch.Tensor) -> torch.Tensor:
 def run_experts(case: Case, local: tuple[int, ...], received) -> torch.Tensor:
     """Outputs in pair order; the rows past the last pair are NaN, as real kernels leave garbage there."""
     index = received.index
-    out = torch.full((len(index.row_M) + 3, case.hidden), NAN, dtype=case.dtype, device=received.rows_RD.device)
-    offsets, rows = index.offset_L1.tolist(), index.row_M.tolist()
+    out = torch.full((len(index.row_M) + 3, case.hidden), NAN, dtype=case.dtype)
+    offsets, row_M, rows = index.offset_L1.tolist(), index.row_M.tolist(), received.rows_RD.cpu()
     for slot, expert in enumerate(local):
         for m in range(offsets[slot], offsets[slot + 1]):
-            out[m] = expert_row(expert, received.rows_RD[rows[m]]).to(case.dtype)
-    return out
+            out[m] = expert_row(expert, rows[row_M[m]]).to(case.dtype)
+    return out.to(received.rows_RD.device)
 
 
 def run_case(comm, case: Case, exchange: Exchange | None = None, pause=lambda: None) -> Exchange:
@@ -136,12 +136,12 @@ def check_received(comm, case: Case, plan: Plan, tokens: list[Tokens], received)
     want = received_rows([each.slot_TK for each in tokens], comm.rank, plan.max_slots)
     index = received.index
     pos_RK, offset_L1, row_M = index.pos_RK.cpu(), index.offset_L1.cpu(), index.row_M.cpu()
+    rows = received.rows_RD.cpu()
     got = [r for r in range(len(pos_RK)) if (pos_RK[r] >= 0).any()]
     assert len(got) == len(want), f"{len(got)} rows with a local slot, {len(want)} were sent"
-    assert len(pos_RK) == len(received.rows_RD) == received.R_cap and received.rows_RD.dtype == case.dtype
+    assert len(pos_RK) == len(rows) == received.R_cap and rows.dtype == case.dtype
     for r, (home, token, local_K) in zip(got, want):
-        row = received.rows_RD[r].cpu()
-        assert torch.equal(row, tokens[home].x_TD[token]), f"row of token {token} of rank {home} is another one"
+        assert torch.equal(rows[r], tokens[home].x_TD[token]), f"row of token {token} of rank {home} is another one"
         assert slots_of(pos_RK[r], offset_L1) == local_K, f"token {token} of rank {home} is in the wrong slots"
         assert all(row_M[m] == r for m in pos_RK[r].tolist() if m >= 0)
     check_sizes(comm, case, want, received)

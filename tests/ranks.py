@@ -13,9 +13,9 @@ import torch
 
 
 class RankPool:
-    """W processes in one gloo group."""
+    """W processes in one group: of gloo, or on GPUs of NCCL where each has its own."""
 
-    def __init__(self, world: int, threads: int = 1) -> None:
+    def __init__(self, world: int, threads: int = 1, device: str = "cpu") -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads of many ranks would spin the cores full
         self.world = world
         self.broken = False  # after a failure some ranks may still wait in a collective
@@ -25,7 +25,9 @@ class RankPool:
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, rendezvous, threads), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world, rendezvous, threads, device), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -54,11 +56,16 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(pipe, rank: int, world: int, rendezvous: str, threads: int) -> None:
+def _serve(pipe, rank: int, world: int, rendezvous: str, threads: int, kind: str) -> None:
     from epmoe.comm import open_comm
 
     torch.set_num_threads(threads)
-    comm = open_comm(rank, world, torch.device("cpu"), rendezvous, 120)
+    device, shared = torch.device(kind), False
+    if kind == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        shared = world > torch.cuda.device_count()
+    comm = open_comm(rank, world, device, rendezvous, 120, shared)
     while True:
         try:
             function, args = pipe.recv()

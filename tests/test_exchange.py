@@ -221,7 +221,7 @@ def overflow_script() -> Script:
 def test_a_run_that_overflows_is_the_run_that_does_not(tmp_path, rank_pool, overlap):
     """Same tokens and loads; some steps ran twice."""
     model = str(save_tiny(tmp_path, "qwen2_moe", num_experts=10, top_k=3))
-    config = {"model": model, "ranks": 2, "max_model_len": 128, "num_blocks": 64, "overlap": overlap}
+    config = {"model": model, "ranks": 2, "max_model_len": 128, "num_blocks": 64, "overlap": "on" if overlap else "off"}
     config |= {"deterministic": True, "exchange": "alltoall", "max_batch_tokens": 64}
     plain = rank_pool(2).run(drive, config, overflow_script())
     tight = rank_pool(2).run(drive, config | {"exchange": "padded", "capacity_factor": 0.8}, overflow_script())
