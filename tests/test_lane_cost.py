@@ -93,7 +93,7 @@ def test_half_lanes_of_no_overhead_take_the_makespan_of_the_schedule():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_estimate_splits_prefill_and_not_decode(tmp_path, exact):
-small = ModelConfig.from_folder(save_tiny(tmp_path, "qwen3_moe"))
+    small = ModelConfig.from_folder(save_tiny(tmp_path, "qwen3_moe"))
     model = replace(
         small, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, num_experts=128, top_k=8,
         moe_intermediate_size=768,
