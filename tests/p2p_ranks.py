@@ -106,10 +106,11 @@ def data_of(case: Case, comm: Comm, seed: int):
     return x[:tokens], slot[:tokens], weight[:tokens]
 
 
-def eager_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
-    """Rounds whose answer is not the reference's; other sizes every time, lanes in turn."""
+def eager_rounds(comm: Comm, case: Case, rounds: int, copy_from: int) -> int:
+    """Rounds whose answer is not the reference's; other sizes every time, lanes in turn, random delays."""
     exchange = P2P(comm, shape_of(case))
-    layer, bad = Layer(exchange, case, delays), 0
+    exchange.copy_from = copy_from
+    layer, bad = Layer(exchange, case, True), 0
     for seed in range(rounds):
         exchange.begin_step(case.tokens if seed % 3 else case.bound)
         data = data_of(case, comm, seed)
@@ -119,7 +120,7 @@ def eager_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
     return bad
 
 
-def graph_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
+def graph_rounds(comm: Comm, case: Case, rounds: int) -> int:
     """The same with two lanes under way at once in one captured graph, and eager steps between its replays."""
     exchange = P2P(comm, shape_of(case))
     layer, bad = Layer(exchange, case, False), 0
@@ -132,7 +133,7 @@ def graph_rounds(comm: Comm, case: Case, rounds: int, delays: bool) -> int:
         arrived = [exchange.dispatch_end(sending, case.slots) for sending in sent]
         back = [exchange.combine_begin(run_experts(r, case.slots, comm.rank), route) for r, route in arrived]
         y = [exchange.combine_end(returning) for returning in back]
-    layer.delays = delays
+    layer.delays = True
     for seed in range(rounds):
         exchange.begin_step(case.tokens)
         for lane in range(2):

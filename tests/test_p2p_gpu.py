@@ -11,7 +11,7 @@ from epmoe.ops.p2p_put import PutOptions
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-SMALL = {2: Case(2, 64, 64, 8, 1024, 8, BF16, False), 4: Case(4, 33, 48, 4, 512, 3, BF16, True)}
+SMALL = {2: Case(2, 48, 64, 8, 1024, 8, BF16, False), 4: Case(4, 33, 48, 4, 512, 3, BF16, True)}
 SMALL[8] = Case(8, 24, 32, 8, 512, 2, BF16, False)
 
 
@@ -33,6 +33,7 @@ def test_lockstep_ranks_give_the_reference(reduce):
     exchanges = lockstep_ranks(case, "cuda")
     for seed, bound in enumerate((64, 40, 50)):
         for exchange in exchanges:
+            exchange.copy_from = 50
             exchange.begin_step(bound)
         data = inputs(case, seed, "cuda")
         add = torch.randn_like(data[0])
@@ -42,23 +43,25 @@ def test_lockstep_ranks_give_the_reference(reduce):
 
 @pytest.mark.parametrize("world", SMALL)
 def test_processes_sharing_a_gpu(world):
-    assert run_ranks(world, eager_rounds, SMALL[world], 20, True) == [0] * world
-    assert run_ranks(world, graph_rounds, SMALL[world], 20, True) == [0] * world
+    case = SMALL[world]
+    assert run_ranks(world, eager_rounds, case, 20, case.bound) == [0] * world  # put and copy, by size
+    assert run_ranks(world, graph_rounds, case, 20) == [0] * world
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world", SMALL)
 def test_a_thousand_rounds(world):
-    assert run_ranks(world, eager_rounds, SMALL[world], 500, True, timeout_s=180) == [0] * world
-    assert run_ranks(world, graph_rounds, SMALL[world], 250, True, timeout_s=180) == [0] * world
+    case = SMALL[world]
+    assert run_ranks(world, eager_rounds, case, 500, case.bound, timeout_s=180) == [0] * world
+    assert run_ranks(world, graph_rounds, case, 250, timeout_s=180) == [0] * world
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("reduce", [False, True])
 def test_a_gpu_for_each_rank(reduce):
-    case = Case(2, 64, 64, 8, 1024, 8, BF16, reduce)
-    assert run_ranks(2, eager_rounds, case, 100, True, gpus=2) == [0, 0]
-    assert run_ranks(2, graph_rounds, case, 100, True, gpus=2) == [0, 0]
+    case = Case(2, 48, 64, 8, 1024, 8, BF16, reduce)
+    assert run_ranks(2, eager_rounds, case, 100, case.bound, gpus=2) == [0, 0]
+    assert run_ranks(2, graph_rounds, case, 100, gpus=2) == [0, 0]
 
 
 @pytest.mark.parametrize("graphed", [False, True])

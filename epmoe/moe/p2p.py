@@ -1,7 +1,8 @@
 """The exchange by the devices themselves, over memory that all ranks of a host map (`comm.open_buffers`).
 
 A rank writes rows straight to their place in its peers' buffers and then signals them (`ops.p2p_signal`); nothing
-passes a host or a collective.  Two transports under one protocol, chosen by the step's agreed size:
+passes a host or a collective.  Two transports under one protocol (`moe.p2p_transports`), chosen by the step's agreed
+size:
 
 * put: a few programs of a kernel store the rows (`ops.p2p_put`).  Static shapes, no count on the host: capturable.
 * copy: rows are packed by destination, then the copy engines move one block a peer (`ops.p2p_copy`).  No SM is taken;
@@ -15,46 +16,19 @@ A peer that is late beyond ``limit_s``, or gone, ends the wait; the record says 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from epmoe.comm import Comm, NoPeerMemory, PeerMemory, open_buffers
-from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic, pairs_likely
-from epmoe.ops.combine import weighted_sum
-from epmoe.ops.moe_index import build_index
-from epmoe.ops.p2p_layout import COMBINE, DISPATCH, MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
-from epmoe.ops.p2p_put import CombinePlan, PutOptions, Ranks, combine_plan, combine_put, dispatch_put, peer_order
-from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, Place, read_failure, wait_signals
+from epmoe.comm import Comm, PeerMemory, open_buffers
+from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
+from epmoe.moe.p2p_transports import Copy, Device, Put, open_lanes
+from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
+from epmoe.ops.p2p_put import PutOptions, peer_order
+from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
 
 LIMIT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Sending:
-    """Rows on their way to the expert ranks; ``index_TJ`` says where the answers will lie."""
-
-    lane: int
-    bound: int
-    x_TD: torch.Tensor
-    weight_TK: torch.Tensor
-    index_TJ: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Route:
-    """The way back for the rows of one dispatch."""
-
-    sending: Sending
-    plan: CombinePlan
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One micro-batch's buffers."""
-
-    buffer: torch.Tensor
-    ranks: Ranks
+COPY_FROM = 2048
 
 
 class PeerFailed(RuntimeError):
@@ -76,8 +50,9 @@ class P2P:
     """See the module's docstring and the contract in ``moe.exchange``.
 
     Args:
-        memory: buffers already opened for all lanes, `buffer_size` bytes; opened here (a collective) without.
-        order_W: the order in which this rank visits its peers; from its right neighbour on without.
+        memory: buffers already opened for all lanes, `buffer_size` bytes; without, they are opened here, by all ranks
+            together (`comm.NoPeerMemory` where that cannot be).
+        order_W: the order in which this rank visits its peers; without, from its right neighbour on.
         limit_s: how long a peer may be late.
     """
 
@@ -92,85 +67,63 @@ class P2P:
         order_W: torch.Tensor | None = None,
         limit_s: float = LIMIT_S,
     ) -> None:
-        self.comm, self.shape, self.limit_s = comm, shape, limit_s
-        self.options = PutOptions()
-        self.layout = lane_layout(comm.world, shape)
+        self.comm, self.shape = comm, shape
+        self.layout = layout = lane_layout(comm.world, shape)
         self.memory = memory or open_buffers(comm, buffer_size(comm.world, shape))
-        order = peer_order(comm.world, comm.rank, 1) if order_W is None else order_W.view(1, -1).int()
-        order = order.to(comm.device)
-        self.lanes = [_lane(self.memory, self.layout, n, order, comm.rank) for n in range(LANES)]
         self.host = torch.zeros(HOST_WORDS, dtype=torch.int64, pin_memory=comm.device.type == "cuda")
-        words = self.memory.local[: LANES * self.layout.total].view(torch.int64).view(LANES, -1)
-        self._step_L = words[:, self.layout.at("state") // 8 + STEP]
-        self.buffer_bytes = LANES * self.layout.total
-        self.bound = max(shape.max_tokens, 1)
+        order_1W = peer_order(comm.world, comm.rank, 1) if order_W is None else order_W.view(1, -1).int()
+        self.lanes = open_lanes(self.memory, layout, LANES, order_1W.to(comm.device), comm.rank)
+        device = Device(comm, shape, layout, self.lanes, order_1W[0].tolist(), self.host, limit_s)
+        self.put, self.copy = Put(device, PutOptions()), Copy(device)
+        words = self.memory.local[: LANES * layout.total].view(torch.int64).view(LANES, -1)
+        self._step_L = words[:, layout.at("state") // 8 + STEP]
         self._gone: int | None = None
+        self.buffer_bytes = LANES * layout.total
+        self.copy_from = COPY_FROM
+        self.bound = max(shape.max_tokens, 1)
+        self.transport: Put | Copy = self.put
 
     @property
     def ctas(self) -> int:
-        """SMs that a transfer takes beside compute."""
-        return self.options.programs
+        """SMs that a transfer takes beside compute in this step."""
+        return self.put.options.programs if self.transport is self.put else 0
 
     @property
     def capturable(self) -> bool:
-        return True
+        return self.transport is self.put
 
     @property
     def waits_for_counts(self) -> bool:
-        return False
+        return self.transport is self.copy
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         assert tokens <= self.layout.tokens, f"{tokens} tokens, the buffers are for {self.layout.tokens}"
         self.bound = max(tokens, 1)
+        self.transport = self.copy if tokens >= self.copy_from else self.put
         self._step_L.fill_(self.comm.at.step)
 
     def overflowed(self) -> None:
         return None
 
-    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Sending:
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
         self.comm.at.stage = "dispatch"
         assert len(x_TD) <= self.bound, f"{len(x_TD)} tokens in a step of at most {self.bound}"
-        index_TJ = dispatch_put(
-            self.lanes[lane].ranks, self.layout, x_TD, slot_TK, weight_TK, self.bound, self.shape.slots_per_rank,
-            self.options,
-        )  # fmt: skip
-        return Sending(lane, self.bound, x_TD, weight_TK, index_TJ)
+        return self.transport.dispatch_begin(x_TD, slot_TK, weight_TK, lane, self.bound)
 
-    def dispatch_send(self, sending: Sending) -> Sending:
-        return sending
+    def dispatch_send(self, sending):
+        return sending.by.dispatch_send(sending)
 
-    def dispatch_end(self, sending: Sending, num_slots: int) -> tuple[Received, Route]:
+    def dispatch_end(self, sending, num_slots: int) -> tuple[Received, object]:
         self.comm.at.stage = "dispatch"
-        shape, layout, lane = self.shape, self.layout, self.lanes[sending.lane]
-        count_VW = self._wait(lane, DISPATCH, sending.bound)
-        rows, top_k = layout.world * sending.bound, shape.top_k
-        index = build_index(layout.view(lane.buffer, "slot", torch.int32, rows, top_k), num_slots)
-        weight_RK = layout.view(lane.buffer, "weight", torch.float32, rows, top_k) if layout.reduce else None
-        plan = combine_plan(lane.ranks, layout, index.pos_RK, weight_RK, sending.bound)
-        received = Received(
-            rows_RD=layout.view(lane.buffer, "rows", shape.dtype, rows, shape.hidden),
-            R_cap=rows,
-            M_cap=rows * min(top_k, num_slots),
-            M_likely=pairs_likely(sending.bound, top_k),
-            count_W=count_VW[0],
-            index=index,
-            weight_RK=weight_RK,
-        )
-        return received, Route(sending, plan)
+        return sending.by.dispatch_end(sending, num_slots)
 
-    def combine_begin(self, out_MD: torch.Tensor, route: Route) -> Sending:
+    def combine_begin(self, out_MD: torch.Tensor, route):
         self.comm.at.stage = "combine"
-        sending = route.sending
-        combine_put(self.lanes[sending.lane].ranks, self.layout, out_MD, route.plan, sending.bound, self.options)
-        return sending
+        return route.by.combine_begin(out_MD, route)
 
-    def combine_end(self, returning: Sending, add_TD: torch.Tensor | None = None) -> torch.Tensor:
+    def combine_end(self, returning, add_TD: torch.Tensor | None = None) -> torch.Tensor:
         self.comm.at.stage = "combine"
-        layout, lane = self.layout, self.lanes[returning.lane]
-        self._wait(lane, COMBINE, returning.bound)
-        rows = layout.tokens * layout.answers
-        returned_ND = layout.view(lane.buffer, "returned", self.shape.dtype, rows, self.shape.hidden)
-        return weighted_sum(returned_ND, returning.index_TJ, None if layout.reduce else returning.weight_TK, add_TD)
+        return returning.by.combine_end(returning, add_TD)
 
     def traffic(self) -> Traffic:
         """Counters kept by the send kernels, so that replays of a graph count too."""
@@ -203,11 +156,6 @@ class P2P:
         if self._gone is not None:
             self.host[ABORT] = 1
 
-    def _wait(self, lane: Lane, direction: int, bound: int) -> torch.Tensor:
-        place = Place(self.comm.at.layer, self.limit_s)
-        ranks = (self.comm.rank, 1)
-        return wait_signals(lane.ranks.table_W, self.host, self.layout, direction, bound, place, ranks)
-
 
 def lane_layout(world: int, shape: ExchangeShape) -> Layout:
     tokens = max(shape.max_tokens, 1)
@@ -217,12 +165,3 @@ def lane_layout(world: int, shape: ExchangeShape) -> Layout:
 def buffer_size(world: int, shape: ExchangeShape) -> int:
     """Bytes of a rank's buffers, all lanes."""
     return LANES * lane_layout(world, shape).total
-
-
-def _lane(memory: PeerMemory, layout: Layout, n: int, order_1W: torch.Tensor, rank: int) -> Lane:
-    start = n * layout.total
-    ranks = Ranks(memory.table_W + start, order_1W, rank, 1)
-    return Lane(memory.local[start : start + layout.total], ranks)
-
-
-__all__ = ["P2P", "NoPeerMemory", "PeerFailed", "buffer_size", "p2p_unavailable"]

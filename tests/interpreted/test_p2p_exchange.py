@@ -9,12 +9,14 @@ pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scri
 
 
 @pytest.mark.parametrize("reduce", [False, True])
-def test_lanes_and_sizes_take_turns(reduce):
+@pytest.mark.parametrize("copy_from", [100, 0, 5], ids=["put", "copy", "both"])
+def test_lanes_and_sizes_take_turns(reduce, copy_from):
     case = Case(2, 4, 6, 2, 16, 3, torch.float16, reduce)
     exchanges = lockstep_ranks(case)
     for exchange in exchanges:
+        exchange.copy_from = copy_from
         exchange.memory.local[exchange.layout.at("slot") : exchange.layout.total].fill_(0xFF)
-    for seed, (lane, bound, tokens) in enumerate([(0, 6, 4), (1, 5, 5), (0, 2, 0), (0, 4, 3)]):
+    for seed, (lane, bound, tokens) in enumerate([(0, 6, 4), (1, 5, 5), (0, 2, 0)]):
         for exchange in exchanges:
             exchange.begin_step(bound)
         now = Case(2, tokens, bound, 2, 16, 3, torch.float16, reduce)
@@ -25,9 +27,13 @@ def test_lanes_and_sizes_take_turns(reduce):
     assert [exchange.failure() for exchange in exchanges] == [None, None]
 
 
-def test_traffic_counts_what_was_sent():
+@pytest.mark.parametrize("copy_from", [100, 0], ids=["put", "copy"])
+def test_traffic_counts_what_was_sent(copy_from):
     case = Case(3, 4, 4, 2, 16, 2, torch.float32, False)
     exchanges = lockstep_ranks(case)
+    for exchange in exchanges:
+        exchange.copy_from = copy_from
+        exchange.begin_step(4)
     x, slot, weight = inputs(case, 3)
     lockstep_round(exchanges, case, (x, slot, weight))
     for rank, exchange in enumerate(exchanges):

@@ -1,0 +1,236 @@
+"""The two transports of the p2p exchange, under one protocol: `Put` by a kernel's programs, `Copy` by copy engines.
+
+Both write rows into the peers' receive buffers ``[W, bound, D]`` and answers into their return buffers, and end with
+a signal to every rank.  They differ in who picks positions when, and so in where home finds the answers:
+
+======== ================================= =============================================================
+         put                               copy
+======== ================================= =============================================================
+position the token's number                dense, in token order
+answers  at (token, choice | rank)         dense, in (rank, token, choice) order
+host     knows no count                    waits for the headers with all counts (``dispatch_send``)
+======== ================================= =============================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from epmoe.comm import Comm, PeerMemory
+from epmoe.moe.alltoall import choice_index, rank_index
+from epmoe.moe.exchange import ExchangeShape, Received, pairs_likely
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.moe_index import MoEIndex, build_index
+from epmoe.ops.p2p_copy import Packed, Sizes, pack_rows, send_signal
+from epmoe.ops.p2p_layout import COMBINE, DISPATCH, HEADER, Layout
+from epmoe.ops.p2p_put import CombinePlan, PutOptions, Ranks, combine_plan, combine_put, dispatch_put
+from epmoe.ops.p2p_signal import Place, wait_signals
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One micro-batch's buffers: this rank's, all ranks' (uint8, one a rank), and their addresses."""
+
+    buffer: torch.Tensor
+    peers: list[torch.Tensor]
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Device:
+    """What both transports work with on this rank."""
+
+    comm: Comm
+    shape: ExchangeShape
+    layout: Layout
+    lanes: list[Lane]
+    order_W: list[int]
+    host: torch.Tensor
+    limit_s: float
+
+    def wait(self, lane: int, direction: int, bound: int) -> torch.Tensor:
+        """Wait, on the device, for all ranks' signals; int32 ``[W]`` rows that each sent."""
+        table_W = self.lanes[lane].ranks.table_W
+        place = Place(self.comm.at.layer, self.limit_s)
+        return wait_signals(table_W, self.host, self.layout, direction, bound, place, (self.comm.rank, 1))[0]
+
+    def view(self, lane: int, region: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return self.layout.view(self.lanes[lane].buffer, region, dtype, *shape)
+
+    def arrived(self, lane: int, bound: int, num_slots: int) -> tuple[torch.Tensor, MoEIndex, torch.Tensor | None]:
+        """Rows received, their index by local slot and, in reduce mode, their weights."""
+        rows, shape = self.layout.world * bound, self.shape
+        index = build_index(self.view(lane, "slot", torch.int32, rows, shape.top_k), num_slots)
+        weight_RK = None
+        if self.layout.reduce:
+            weight_RK = self.view(lane, "weight", torch.float32, rows, shape.top_k)
+        return self.view(lane, "rows", shape.dtype, rows, shape.hidden), index, weight_RK
+
+    def answer(self, lane: int, bound: int, index_TJ, weight_TK, add_TD) -> torch.Tensor:
+        self.wait(lane, COMBINE, bound)
+        layout = self.layout
+        returned_ND = self.view(lane, "returned", self.shape.dtype, layout.tokens * layout.answers, self.shape.hidden)
+        return weighted_sum(returned_ND, index_TJ, None if layout.reduce else weight_TK, add_TD)
+
+
+@dataclass(frozen=True)
+class PutSending:
+    """Rows on their way; ``index_TJ`` says where the answers will lie."""
+
+    by: Put
+    lane: int
+    bound: int
+    x_TD: torch.Tensor
+    weight_TK: torch.Tensor
+    index_TJ: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PutRoute:
+    """The way back for the rows of one dispatch."""
+
+    sending: PutSending
+    plan: CombinePlan
+
+    @property
+    def by(self) -> Put:
+        return self.sending.by
+
+
+@dataclass(frozen=True)
+class Put:
+    """Static shapes and no count on the host: may be captured."""
+
+    device: Device
+    options: PutOptions
+
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> PutSending:
+        device, slots = self.device, self.device.shape.slots_per_rank
+        ranks = device.lanes[lane].ranks
+        index_TJ = dispatch_put(ranks, device.layout, x_TD, slot_TK, weight_TK, bound, slots, self.options)
+        return PutSending(self, lane, bound, x_TD, weight_TK, index_TJ)
+
+    def dispatch_send(self, sending: PutSending) -> PutSending:
+        return sending
+
+    def dispatch_end(self, sending: PutSending, num_slots: int) -> tuple[Received, PutRoute]:
+        device, lane, bound = self.device, sending.lane, sending.bound
+        count_W = device.wait(lane, DISPATCH, bound)
+        rows_RD, index, weight_RK = device.arrived(lane, bound, num_slots)
+        plan = combine_plan(device.lanes[lane].ranks, device.layout, index.pos_RK, weight_RK, bound)
+        rows, top_k = len(rows_RD), device.shape.top_k
+        most, likely = rows * min(top_k, num_slots), pairs_likely(bound, top_k)
+        return Received(rows_RD, rows, most, likely, count_W, index, weight_RK), PutRoute(sending, plan)
+
+    def combine_begin(self, out_MD: torch.Tensor, route: PutRoute) -> PutSending:
+        device, sending = self.device, route.sending
+        ranks = device.lanes[sending.lane].ranks
+        combine_put(ranks, device.layout, out_MD, route.plan, sending.bound, self.options)
+        return sending
+
+    def combine_end(self, sending: PutSending, add_TD: torch.Tensor | None) -> torch.Tensor:
+        return self.device.answer(sending.lane, sending.bound, sending.index_TJ, sending.weight_TK, add_TD)
+
+
+@dataclass(frozen=True)
+class CopySending:
+    """Rows packed, headers on their way; ``sizes`` is filled by ``dispatch_send``."""
+
+    by: Copy
+    lane: int
+    bound: int
+    packed: Packed
+    weight_TK: torch.Tensor
+    sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class CopyRoute:
+    """The way back for the rows of one dispatch."""
+
+    sending: CopySending
+    received: Received
+    plan: CombinePlan | None
+
+    @property
+    def by(self) -> Copy:
+        return self.sending.by
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Takes no SM while rows travel between GPUs; the host must know every block's size."""
+
+    device: Device
+
+    def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> CopySending:
+        device, layout = self.device, self.device.layout
+        ranks, slots = device.lanes[lane].ranks, device.shape.slots_per_rank
+        packed = pack_rows(ranks, layout, x_TD, slot_TK, weight_TK, bound, slots)
+        return CopySending(self, lane, bound, packed, weight_TK)
+
+    def dispatch_send(self, sending: CopySending) -> CopySending:
+        if sending.sizes is not None:
+            return sending
+        device, layout = self.device, self.device.layout
+        device.wait(sending.lane, HEADER, sending.bound)
+        header_W4 = device.view(sending.lane, "header", torch.int32, layout.world, 4)
+        sizes = Sizes.of(torch.cat((sending.packed.counts_4W, header_W4.T)).cpu())
+        lane = device.lanes[sending.lane]
+        start = device.comm.rank * sending.bound
+        for w in device.order_W:
+            count, first = sizes.rows_W[w], sizes.first_W[w]
+            self._move(lane, w, "rows", start, sending.packed.rows_ND[first : first + count])
+        send_signal(lane.ranks, layout, DISPATCH, len(sending.weight_TK), sending.bound)
+        return replace(sending, sizes=sizes)
+
+    def dispatch_end(self, sending: CopySending, num_slots: int) -> tuple[Received, CopyRoute]:
+        device, lane, sending = self.device, sending.lane, self.dispatch_send(sending)
+        count_W = device.wait(lane, DISPATCH, sending.bound)
+        rows_RD, index, weight_RK = device.arrived(lane, sending.bound, num_slots)
+        plan = None
+        if not device.layout.reduce:
+            plan = combine_plan(device.lanes[lane].ranks, device.layout, index.pos_RK, None, sending.bound)
+        pairs = sum(sending.sizes.received_pairs_W)
+        index = replace(index, row_M=index.row_M[:pairs])
+        received = Received(rows_RD, len(rows_RD), pairs, max(pairs, 1), count_W, index, weight_RK)
+        return received, CopyRoute(sending, received, plan)
+
+    def combine_begin(self, out_MD: torch.Tensor, route: CopyRoute) -> CopySending:
+        device, sending, received = self.device, route.sending, route.received
+        sizes, lane = sending.sizes, device.lanes[sending.lane]
+        if device.layout.reduce:
+            rows_ND = weighted_sum(out_MD, received.index.pos_RK, received.weight_RK)
+            counts_W, answers_W = sizes.received_rows_W, sizes.answer_row_W
+            starts_W = [w * sending.bound for w in range(device.layout.world)]
+        else:
+            rows_ND = out_MD.index_select(0, route.plan.source_E[: received.M_cap])
+            counts_W, answers_W = sizes.received_pairs_W, sizes.answer_pair_W
+            starts_W = [sum(counts_W[:w]) for w in range(len(counts_W))]
+        for w in device.order_W:
+            self._move(lane, w, "returned", answers_W[w], rows_ND[starts_W[w] : starts_W[w] + counts_W[w]])
+        send_signal(lane.ranks, device.layout, COMBINE, 0, sending.bound)
+        return sending
+
+    def combine_end(self, sending: CopySending, add_TD: torch.Tensor | None) -> torch.Tensor:
+        packed = sending.packed
+        index_TJ = rank_index(packed.hit_TW) if self.device.layout.reduce else choice_index(packed.rank_TK)
+        return self.device.answer(sending.lane, sending.bound, index_TJ, sending.weight_TK, add_TD)
+
+    def _move(self, lane: Lane, w: int, region: str, row: int, rows_ND: torch.Tensor) -> None:
+        """One block into rank w's buffer, from row ``row`` of a region on."""
+        if len(rows_ND):
+            layout = self.device.layout
+            target = layout.view(lane.peers[w], region, rows_ND.dtype, row + len(rows_ND), rows_ND.shape[1])
+            target[row:].copy_(rows_ND)
+
+
+def open_lanes(memory: PeerMemory, layout: Layout, count: int, order_1W: torch.Tensor, rank: int) -> list[Lane]:
+    """Lane n's buffers lie behind those of the lanes before it."""
+    lanes = []
+    for start in range(0, count * layout.total, layout.total):
+        peers = [peer[start : start + layout.total] for peer in memory.peers]
+        lanes.append(Lane(peers[rank], peers, Ranks(memory.table_W + start, order_1W, rank, 1)))
+    return lanes
