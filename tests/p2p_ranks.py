@@ -91,7 +91,8 @@ class Layer:
         self.delay()
         received, route = exchange.dispatch_end(sending, self.case.slots)
         out = run_experts(received, self.case.slots, exchange.comm.rank)
-        self.poison(lane, "slot", "rows")  # nor there before this combine has
+        self.poison(lane, "slot", "token")  # nor there before this combine has
+        self.poison(lane, "rows", "rows")
         self.delay()
         returning = exchange.combine_begin(out, route)
         self.delay()
