@@ -3,7 +3,7 @@
 BLAS picks its kernel by the number of rows, so a row's last bits depend on how many rows travel with it.  The tiled
 form does the same arithmetic for every row whatever else is in the batch, which is what deterministic mode promises:
 on CPU exactly ``TILE_ROWS`` rows at a time (the last tile padded with zeros), on the device one pinned Triton tile
-without split-K.
+without split-K.  The ordinary form is cuBLAS but for a single row, which streams the weights (`ops.linear_vector`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+
+from epmoe.ops.linear_vector import linear_vector_triton
 
 TILE_ROWS = 16
 
@@ -23,6 +25,8 @@ def linear(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | N
         tiled: make each row's bits independent of the batch.
     """
     if not tiled or x_TD.shape[0] == 0:
+        if x_TD.is_cuda and x_TD.shape[0] == 1 and x_TD.is_contiguous() and weight_ND.is_contiguous():
+            return linear_vector_triton(x_TD, weight_ND, bias_N)
         return functional.linear(x_TD, weight_ND, bias_N)
     return (linear_tiled_triton if x_TD.is_cuda else linear_tiled_ref)(x_TD, weight_ND, bias_N)
 
