@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -77,3 +78,46 @@ def test_two_lanes_draw_the_same_bits(tmp_path, rank_pool, world):
     assert all_blocks_free(results)
     assert merged.tokens == alone.tokens
     assert all(torch.equal(logits, alone.logits[key]) for key, logits in merged.logits.items())
+
+
+def uneven_script(seed: int, waves: int) -> Script:
+    """Waves of 1 to 3 requests, of one token or a full batch of them, so that on three ranks some often have none."""
+    rng = np.random.default_rng(seed)
+    requests, arrive = [], {}
+    for wave in range(waves):
+        for _ in range(int(rng.integers(1, 4))):
+            length = int(rng.choice([1, 1, 2, 40, 90]))
+            prompt = rng.integers(9, 300, length).tolist()
+            requests.append((len(requests), prompt, {"temperature": 0.0, "max_tokens": int(rng.integers(1, 4))}))
+            arrive[len(requests) - 1] = 6 * wave
+    return Script(requests, arrive)
+
+
+def check_uneven(rank_pool, folder, seed: int, waves: int, exchange: str) -> None:
+    config = {"model": str(folder), "ranks": 3, "max_model_len": 128, "num_blocks": 64, "max_batch_tokens": 64}
+    config |= {"deterministic": True, "exchange": exchange}
+    script = uneven_script(seed, waves)
+    results = rank_pool(3).run(drive, config | {"overlap": "on"}, script, timeout_s=300)
+    steps = list(zip(*(result.tokens_by_step for result in results)))
+    assert any(sorted(step)[0] == 0 and sorted(step)[1] == 1 and sorted(step)[2] > 30 for step in steps), steps
+    assert merge(results).tokens == merge(rank_pool(3).run(drive, config, script, timeout_s=300)).tokens
+    assert all_blocks_free(results)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sizes = {"num_hidden_layers": 2, "mlp_only_layers": []}
+    return save_tiny(tmp_path_factory.mktemp("uneven"), "qwen3_moe", seed=4, **sizes)
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", "padded"])
+def test_ranks_with_one_token_none_and_a_full_batch(rank_pool, folder, exchange):
+    check_uneven(rank_pool, folder, seed=1, waves=10, exchange=exchange)
+
+
+@pytest.mark.soak
+def test_uneven_ranks_for_ten_minutes(rank_pool, folder):
+    started, seed = time.monotonic(), 100
+    while time.monotonic() - started < 600:
+        check_uneven(rank_pool, folder, seed, waves=40, exchange=("alltoall", "padded", "auto")[seed % 3])
+        seed += 1
