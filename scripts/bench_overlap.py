@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,7 +42,15 @@ COMPUTE = ("attention", "router", "shared", "experts", "sum")
 TRAVEL = ("dispatch", "combine")
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and what it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    reads: object
+
+
+def capture(run: Callable[[], object], reads: object) -> Captured:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -51,12 +60,13 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph
+    return Captured(graph, (run, reads))
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, warm_ms: float, timed_ms: float) -> float:
+def replay_us(captured: Captured, warm_ms: float, timed_ms: float) -> float:
     """Microseconds of one replay under the clocks that the load itself brings about."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    graph = captured.graph
     graph.replay()
     marks[0].record()
     graph.replay()
@@ -74,9 +84,8 @@ def replay_us(graph: torch.cuda.CUDAGraph, warm_ms: float, timed_ms: float) -> f
     return marks[0].elapsed_time(marks[1]) * 1e3 / count
 
 
-def step_graph(rank: lib.Rank, tokens: int, lanes: int, num_sms: int) -> tuple[torch.cuda.CUDAGraph, list]:
+def step_graph(rank: lib.Rank, tokens: int, lanes: int, num_sms: int) -> tuple[Captured, list]:
     """The layers in one or two lanes; the outputs of a first run for comparison."""
-    torch.manual_seed(tokens)
     inputs = rank.inputs(tokens, lanes)
     rank.fix_traffic(inputs)
     travel = open_travel(rank.exchange)
@@ -87,10 +96,10 @@ def step_graph(rank: lib.Rank, tokens: int, lanes: int, num_sms: int) -> tuple[t
         outputs[:] = run_lanes(stages, rank.exchange.comm.at, travel)
 
     with blas_sms(num_sms):
-        return capture(run), outputs
+        return capture(run, (inputs, dict(rank.exchange.traffic))), outputs
 
 
-def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int) -> dict[str, torch.cuda.CUDAGraph]:
+def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int) -> dict[str, Captured]:
     """Each stage alone, once a layer, with every layer's own weights."""
     exchange, traffic = rank.exchange, rank.exchange.traffic[number]
     x = lane.x_TD
@@ -118,13 +127,13 @@ def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int)
     graphs = {}
     for name, stage in stages.items():
         with blas_sms(num_sms):
-            graphs[name] = capture(lambda stage=stage: [stage(n) for n in range(rank.layers)] and None)
+            run = lambda stage=stage: [stage(n) for n in range(rank.layers)] and None  # noqa: E731
+            graphs[name] = capture(run, lane)
     return graphs
 
 
 def stage_times(rank, tokens: int, lanes: int, num_sms: int, ms: tuple[float, float]) -> list[dict[str, float]]:
     """Microseconds of each stage of each lane, alone."""
-    torch.manual_seed(tokens)
     inputs = rank.inputs(tokens, lanes)
     rank.fix_traffic(inputs)
     times = []
@@ -143,7 +152,7 @@ def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float]) 
         if lanes == 2 and tokens < 2:
             continue
         graphs[name], outputs = step_graph(rank, tokens, lanes, num_sms)
-        graphs[name].replay()
+        graphs[name].graph.replay()
         torch.cuda.synchronize()
         modes[name] = torch.cat([out.float() for out in outputs])
         assert bool(modes[name].isfinite().all()), f"{name}: outputs are not finite"

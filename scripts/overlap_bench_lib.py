@@ -189,9 +189,9 @@ class EmulatedExchange:
                 self.hidden,
                 due_ns,
                 J=index_RJ.shape[1],
-                ROWS=8,
+                ROWS=16,
                 COLS=1024,
-                num_warps=8,
+                num_warps=16,
             )
         return out_RD
 
@@ -253,10 +253,9 @@ def step_lengths(tokens: int) -> tuple[list[int], list[int]]:
     return lengths, list(lengths)
 
 
-def lane_input(shape: Shape, lens: tuple[list[int], list[int]], first_block: list[int], table) -> LaneInput:
+def lane_input(x_TD: torch.Tensor, lens: tuple[list[int], list[int]], first_block: list[int], table) -> LaneInput:
     """A lane of sequences with ``lens`` = (queries, cached tokens); ``first_block`` of each in the cache."""
     query_lens, kv_lens = lens
-    tokens = sum(query_lens)
     positions = [p for q, kv in zip(query_lens, kv_lens) for p in range(kv - q, kv)]
     slots = [b * BLOCK + p for b, q, kv in zip(first_block, query_lens, kv_lens) for p in range(kv - q, kv)]
     width = max((-(-kv // BLOCK) for kv in kv_lens), default=1)
@@ -269,7 +268,6 @@ def lane_input(shape: Shape, lens: tuple[list[int], list[int]], first_block: lis
         slot_T=torch.tensor(slots, dtype=torch.int64, device=DEVICE),
         block_size=BLOCK,
     )
-    x_TD = torch.randn(tokens, shape.hidden, device=DEVICE).to(DTYPE)
     return LaneInput(x_TD, batch, table[batch.position_T])
 
 
@@ -301,17 +299,20 @@ class Rank:
         ]
 
     def inputs(self, tokens: int, lanes: int) -> list[LaneInput]:
+        """The same rows in one lane or two."""
         query_lens, kv_lens = step_lengths(tokens)
         parts = cut(query_lens, kv_lens, tokens) if lanes == 2 else [(query_lens, kv_lens)]
         per = -(-max(kv_lens) // BLOCK)
         firsts = [n * per for n in range(len(query_lens))]
+        torch.manual_seed(tokens)
+        x_TD = torch.randn(tokens, self.shape.hidden, device=DEVICE).to(DTYPE)
         out, at = [], 0
-        for part in parts:
+        for part, rows in zip(parts, x_TD.split([sum(part[0]) for part in parts])):
             starts = firsts[at : at + len(part[0])]
             whole = part is not parts[0] or lanes == 1
             if not whole:
                 at += sum(kv == full for kv, full in zip(part[1], kv_lens))
-            out.append(lane_input(self.shape, part, starts, self.table))
+            out.append(lane_input(rows, part, starts, self.table))
         return out
 
     def fix_traffic(self, lanes: list[LaneInput]) -> None:

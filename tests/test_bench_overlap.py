@@ -50,13 +50,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(rank):
 def test_two_lanes_compute_what_one_does(rank, tokens):
     outputs = []
     for lanes in (1, 2):
-        torch.manual_seed(tokens)
-        inputs = rank.inputs(tokens, 1)
-        if lanes == 2:
-            whole = inputs[0].x_TD
-            inputs = rank.inputs(tokens, 2)
-            parts = whole.split([len(lane.x_TD) for lane in inputs])
-            inputs = [lib.LaneInput(x_TD, lane.attention, lane.cos_sin) for x_TD, lane in zip(parts, inputs)]
+        inputs = rank.inputs(tokens, lanes)
         rank.fix_traffic(inputs)
         rank.cache.zero_()
         stages = [rank.lane(n, lane, 0) for n, lane in enumerate(inputs)]
