@@ -22,6 +22,7 @@ from epmoe.moe.overlap import Step
 
 COMPUTE, TRAVEL = "compute", "travel"
 COMMUNICATION = ("dispatch", "send", "combine")
+WAITING = ("arrive", "sum")
 MOST_SPANS = 200_000  # of one rank
 
 
@@ -182,33 +183,19 @@ class Hidden:
 def hidden_of(spans: Iterable[Span]) -> dict[int, Hidden]:
     """By layer, for one rank's spans; key -1 is all layers together.
 
-    The router is no communication, wherever it runs.  Waiting for rows that have not come (``arrive`` and ``sum`` on
-    CPU block the host) is no compute: of those stages only what lies behind the end of their rows counts.
+    The router is no communication, wherever it runs; ``arrive`` and ``sum`` are no compute, since most of them may be
+    waiting for rows of other ranks.
     """
     spans = list(spans)
     moved = [span for span in spans if span.row == TRAVEL and span.stage in COMMUNICATION]
-    compute = _union(_busy(spans, moved))
+    busy = [span for span in spans if span.row == COMPUTE and span.stage not in WAITING]
+    compute = _union([(span.begin, span.end) for span in busy])
     layers: dict[int, list[tuple[float, float]]] = {}
     for span in moved:
         layers.setdefault(span.layer, []).append((span.begin, span.end))
     found = {layer: _hidden(_union(each), compute) for layer, each in layers.items()}
     found[-1] = _hidden(_union([(span.begin, span.end) for span in moved]), compute)
     return found
-
-
-def _busy(spans: list[Span], moved: list[Span]) -> list[tuple[float, float]]:
-    """Stretches of compute."""
-    landed: dict[tuple, float] = {}
-    for span in moved:
-        key = (span.step, span.lane, span.layer, "sum" if span.stage == "combine" else "arrive")
-        landed[key] = max(landed.get(key, 0.0), span.end)
-    busy = []
-    for span in spans:
-        if span.row == COMPUTE:
-            begin = max(span.begin, landed.get((span.step, span.lane, span.layer, span.stage), 0.0))
-            if begin < span.end:
-                busy.append((begin, span.end))
-    return busy
 
 
 def _union(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
