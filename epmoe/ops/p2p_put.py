@@ -97,6 +97,26 @@ def _store_metadata(
                 tl.store(peer_weight + at, weight, mask=inside & (rank == w))
 
 
+@triton.jit
+def _count_rows(
+    slot_ptr, index_ptr, sent_ptr, v, cta, T, slots_per_rank, W: tl.constexpr, W2: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, REDUCE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Rows to each rank; home's index of its answers (reduce)."""
+    for start in range((C - 1 - cta) * B, T * W, C * B):
+        i = start + tl.arange(0, B)
+        t = i // W
+        w = i % W
+        hit = i < 0
+        for k in tl.static_range(K):
+            slot = tl.load(slot_ptr + (v * T + t).to(tl.int64) * K + k, mask=t < T, other=-1)
+            hit |= (slot >= 0) & (slot // slots_per_rank == w)
+        if REDUCE:
+            tl.store(index_ptr + v.to(tl.int64) * T * W + i, tl.where(hit, i, -1), mask=t < T)
+        w2 = tl.arange(0, W2)
+        tl.atomic_add(sent_ptr + w2, tl.histogram(w, W2, mask=hit).to(tl.int64), mask=w2 < W, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["first_rank", "T", "bound", "slots_per_rank"])
 def _dispatch_kernel(
     table_ptr,
@@ -136,12 +156,12 @@ def _dispatch_kernel(
         table_ptr, order_ptr, slot_ptr, weight_ptr, index_ptr, me, v, cta, T, bound, slots_per_rank, slot_at, token_at,
         weight_at, sent_at, W, W2, C, K, REDUCE, 1024,
     )  # fmt: skip
-    w2 = tl.arange(0, W2)
+    sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
+    _count_rows(slot_ptr, index_ptr, sent_ptr, v, (cta + 1) % C, T, slots_per_rank, W, W2, C, K, REDUCE, 1024)
     x_ptr += v.to(tl.int64) * T * WORDS
     slot_ptr += v.to(tl.int64) * T * K
     for c0 in tl.static_range(0, WORDS, BLOCK):
         col = c0 + tl.arange(0, BLOCK)
-        rows = tl.zeros([U, W2], tl.int32)
         for t0 in range(cta, T, C * U):
             t = t0 + tl.arange(0, U) * C
             row = t.to(tl.int64) * WORDS
@@ -151,12 +171,6 @@ def _dispatch_kernel(
             for k in tl.static_range(K):
                 slot = tl.load(slot_ptr + t * K + k, mask=t < T, other=-1)
                 hit |= tl.where(slot >= 0, 1 << (slot // slots_per_rank), 0)
-            sent = (hit[:, None] >> w2[None, :]) & 1
-            rows += sent
-            if REDUCE:
-                back = t[:, None] * W + w2[None, :]
-                index = tl.where(sent != 0, back, -1)
-                tl.store(index_ptr + v.to(tl.int64) * T * W + back, index, mask=(t < T)[:, None] & (w2 < W)[None, :])
             at = (me * bound + t).to(tl.int64) * WORDS
             for n in tl.static_range(W):
                 w = tl.load(order_ptr + n)
@@ -164,9 +178,6 @@ def _dispatch_kernel(
                 peer = tl.multiple_of(peer, 16)
                 mask = (((hit >> w) & 1) != 0)[:, None] & move
                 tl.store(peer + at[:, None] + col[None, :], words, mask=mask)
-        if c0 == 0:
-            sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
-            tl.atomic_add(sent_ptr + w2, tl.sum(rows, 0).to(tl.int64), mask=w2 < W, sem="relaxed")
     finish_send(table_ptr, me, state_at, sent_at, signal_at, 0, T, bound, W, W2, C)
 
 
@@ -493,7 +504,7 @@ def combine_put(
             **common,
             D=layout.hidden,
             BLOCK=columns,
-            U=options.rows,
+            U=2 * options.rows,
             num_warps=options.warps or max(4, min(32, columns // 256)),
             **pdl_options(out_MD),
         )
