@@ -1,7 +1,8 @@
 """Times the p2p exchange's kernels: virtual ranks on one GPU, or real ranks with a GPU each.
 
     python scripts/bench_p2p.py                  # 8 virtual ranks in one process, one launch a stage
-    python scripts/bench_p2p.py --gpus 2         # put, signal and wait between GPUs, beside a peer copy
+    python scripts/bench_p2p.py --gpus 2         # put, signal and wait between GPUs, beside a peer copy; then whole
+                                                 # dispatches and combines by put and by copy
 
 Virtual ranks share one GPU's memory, so their figures say what the kernels can do, not what a link does.  The floor is
 the distinct bytes read and written over the copy rate measured in the same run; a row is read once and written once
@@ -20,7 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from epmoe.comm import open_buffers, open_comm
+from epmoe.comm import Comm, open_buffers, open_comm
+from epmoe.moe.exchange import ExchangeShape
+from epmoe.moe.p2p import P2P
 from epmoe.ops.moe_index import build_index
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, Layout
 from epmoe.ops.p2p_put import PutOptions, Ranks, combine_plan, combine_put, dispatch_put, peer_order, virtual_ranks
@@ -141,7 +144,45 @@ def bench_rank(rank: int, args, rendezvous: str) -> None:
                 )
     failure = read_failure(int(host[RECORD]))
     assert failure is None, failure
+    for T in args.transports:
+        bench_transports(comm, args, T)
     os._exit(0)
+
+
+def bench_transports(comm: Comm, args, T: int) -> None:
+    """A dispatch and a combine of T tokens a rank, evenly routed, with no experts between them, launched eagerly."""
+    shape = ExchangeShape(SLOTS, T, args.hidden, args.top_k, torch.bfloat16, args.combine)
+    exchange, rounds = P2P(comm, shape), 6
+    slots = comm.world * SLOTS
+    x = torch.randn(T, args.hidden, device=comm.device, dtype=torch.bfloat16)
+    slot = torch.rand(T, slots, device=comm.device).argsort(1)[:, : args.top_k].int()
+    weight = torch.rand(T, args.top_k, device=comm.device)
+    remote = (slot // SLOTS != comm.rank).float()
+    rows = remote.sum() if args.combine == "exact" else T * (1 - 0.5**args.top_k)
+    moved = (T * (1 - 0.5**args.top_k) + float(rows)) * exchange.layout.row_bytes
+    for name, copy_from in (("put", T + 1), ("copy", 0)):
+        exchange.copy_from = copy_from
+        exchange.begin_step(T)
+        times, out = [], None
+        for _ in range(rounds):
+            comm.all_gather_headers(np.zeros(1, np.int64))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            marks[0].record()
+            received, route = exchange.dispatch_end(exchange.dispatch_begin(x, slot, weight), SLOTS)
+            marks[1].record()
+            if out is None or len(out) < received.M_cap:
+                out = torch.zeros(received.M_cap, args.hidden, device=comm.device, dtype=torch.bfloat16)
+            marks[2].record()
+            exchange.combine_end(exchange.combine_begin(out[: received.M_cap], route))
+            marks[3].record()
+            torch.cuda.synchronize()
+            times.append([marks[0].elapsed_time(marks[1]) * 1e3, marks[2].elapsed_time(marks[3]) * 1e3])
+        exchange.raise_if_failed()
+        dispatch, combine = np.median(times[2:], 0)
+        if comm.rank == 0:
+            speed = moved / (dispatch + combine) / 1e3
+            line = f"dispatch {dispatch:7.1f}, combine {combine:7.1f} us, {speed:4.0f} GB/s to peers"
+            print(f"{T:5} tokens, {name:4}: {line}", flush=True)
 
 
 def _real_calls(args, layout: Layout, memory, ranks: Ranks, host, x) -> list[tuple[str, Callable]]:
@@ -181,6 +222,8 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8, help="virtual ranks")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096], help="a virtual rank's")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 128, 588, 4096, 18800], help="to the next real rank")
+    parser.add_argument("--transports", type=int, nargs="*", default=[256, 1024, 2048, 4096, 8192], help="real tokens")
+    parser.add_argument("--combine", choices=("exact", "reduce"), default="exact", help="of whole rounds")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--programs", type=int, default=16, help="of each rank, all ranks together")
