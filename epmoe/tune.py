@@ -20,12 +20,13 @@ from epmoe.ops.combine import weighted_sum
 from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts import ExpertOptions, expert_sum
 from epmoe.ops.experts_fp8 import choose_fp8, down_fp8_triton, expert_mlp_fp8_triton, gate_up_fp8_triton
+from epmoe.ops.experts_fp8_vector import vector_down_fp8, vector_gate_up_fp8
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up
 from epmoe.ops.fp8 import FP8, scale_shape
 from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import MoEIndex, build_index_triton
-from epmoe.ops.tile_candidates import VECTORS, candidates, candidates_fp8
+from epmoe.ops.tile_candidates import VECTORS, VECTORS_FP8, candidates, candidates_fp8
 from epmoe.ops.tiles import Choice, choose
 from epmoe.ops.tuned import TunedCase
 
@@ -78,12 +79,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one kind of weights.  ``gate_up`` makes what ``down`` takes; both take tiles and an index."""
+    """The kernels of one kind of weights.  ``gate_up`` makes what ``down`` takes; both take an index and tiles.
+
+    The ``vector_`` ones are those of a single row.
+    """
 
     heuristic: Callable[[Problem], Choice]
-    candidates: Callable[[int, int], list[tuple[int, TileConfig, tuple[str, ...]]]]
+    candidates: Callable[[int, int], list[tuple[int, TileConfig]]]
     gate_up: Callable[[Problem, MoEIndex, TileConfig], Any]
     down: Callable[[Problem, MoEIndex, TileConfig, Any], torch.Tensor]
+    vectors: tuple
+    vector_gate_up: Callable[[Problem, MoEIndex, tuple], torch.Tensor]
+    vector_down: Callable[[Problem, MoEIndex, tuple, torch.Tensor], torch.Tensor]
     whole: Callable[[Problem, Choice], torch.Tensor]
 
 
@@ -100,18 +107,22 @@ def _whole_fp8(problem: Problem, choice: Choice) -> torch.Tensor:
 
 HALF = Kernels(
     heuristic=lambda p: choose(p.x_TD, p.pairs, p.weights),
-    candidates=lambda pairs, slots: [(*each, (GATE_UP, DOWN)) for each in candidates(pairs, slots)],
+    candidates=candidates,
     gate_up=lambda p, index, tiles: gate_up_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
     down=lambda p, index, tiles, act: down_triton(act, index, p.weights, tiles),
+    vectors=VECTORS,
+    vector_gate_up=lambda p, index, tile: vector_gate_up(p.x_TD, index, p.weights, OPTIONS.act, tile),
+    vector_down=lambda p, index, tile, act: vector_down(act, index, p.weights, p.mix_TK, tile),
     whole=_whole_half,
 )
 EIGHT_BIT = Kernels(
-    heuristic=lambda p: choose_fp8(p.pairs, p.shape.experts),
-    candidates=lambda pairs, slots: [
-        (rows, tiles, (GATE_UP, DOWN) if tiles.cols == 256 else (DOWN,)) for rows, tiles in candidates_fp8(pairs, slots)
-    ],
+    heuristic=lambda p: choose_fp8(p.x_TD, p.pairs, p.weights),
+    candidates=candidates_fp8,
     gate_up=lambda p, index, tiles: gate_up_fp8_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
     down=lambda p, index, tiles, act: down_fp8_triton(act, index, p.weights, tiles, 0, p.x_TD.dtype),
+    vectors=VECTORS_FP8,
+    vector_gate_up=lambda p, index, tile: vector_gate_up_fp8(p.x_TD, index, p.weights, OPTIONS.act, tile),
+    vector_down=lambda p, index, tile, act: vector_down_fp8(act, index, p.weights, tile, p.x_TD.dtype),
     whole=_whole_fp8,
 )
 
@@ -172,32 +183,31 @@ def _finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable)
     kernels = problem.kernels
     act = kernels.gate_up(problem, problem.index(heuristic.rows), heuristic.gate_up)
     calls: dict[tuple, dict] = {}
-    for rows, tiles, parts in kernels.candidates(problem.pairs, problem.shape.experts):
+    for rows, tiles in kernels.candidates(problem.pairs, problem.shape.experts):
         index = problem.index(rows)
-        both = {
+        calls[rows, tiles] = {
             GATE_UP: partial(kernels.gate_up, problem, index, tiles),
             DOWN: partial(kernels.down, problem, index, tiles, act),
         }
-        calls[rows, tiles] = {part: both[part] for part in parts}
     best: dict[int, dict] = {}
     for (rows, tiles), us in _time_each(calls, timer, _copies(problem), say).items():
         mine = best.setdefault(rows, {})
         for part, each in us.items():
             mine[part] = min(mine.get(part, (each, tiles)), (each, tiles), key=lambda pair: pair[0])
-    both = [(rows, mine[GATE_UP], mine[DOWN]) for rows, mine in best.items() if len(mine) == 2]
+    both = [(rows, mine[GATE_UP], mine[DOWN]) for rows, mine in best.items()]
     both.sort(key=lambda each: each[1][0] + each[2][0])
     return [replace(heuristic, rows=rows, gate_up=one[1], down=two[1]) for rows, one, two in both[:FINALISTS]]
 
 
 def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable) -> list[Choice]:
-    index = problem.index(heuristic.rows)
-    act_KF = problem.x_TD.new_empty((problem.shape.top_k, problem.shape.features)).normal_()
+    kernels, index = problem.kernels, problem.index(heuristic.rows)
+    act_KF = kernels.vector_gate_up(problem, index, heuristic.vector[0])
     calls = {
         tile: {
-            GATE_UP: partial(vector_gate_up, problem.x_TD, index, problem.weights, OPTIONS.act, tile),
-            DOWN: partial(vector_down, act_KF, index, problem.weights, problem.mix_TK, tile),
+            GATE_UP: partial(kernels.vector_gate_up, problem, index, tile),
+            DOWN: partial(kernels.vector_down, problem, index, tile, act_KF),
         }
-        for tile in VECTORS
+        for tile in kernels.vectors
     }
     us = _time_each(calls, timer, _copies(problem), say)
     if not us:

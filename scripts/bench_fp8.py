@@ -14,7 +14,6 @@ import json
 import sys
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -45,7 +44,7 @@ TWIN_LIMIT, FLOAT_LIMIT = 1e-2, 5e-2  # relative Frobenius error; the second is 
 def layer(x_TD, logits_TE, weights, shape) -> torch.Tensor:
     """Router logits to combined output on one rank."""
     weight_TK, expert_TK = route_triton(logits_TE, lib.RULE, shape.top_k)
-    choice = choose_fp8(expert_TK.numel(), shape.experts)
+    choice = choose_fp8(x_TD, expert_TK.numel(), weights)
     index = build_index_triton(expert_TK, shape.experts, choice.rows)
     return weighted_sum(expert_mlp_fp8_triton(x_TD, index, weights, choice=choice), index.pos_RK, weight_TK)
 
@@ -133,7 +132,6 @@ def main() -> int:
                     break
                 try:
                     cases.append(time_case(timer, shape, eight, half, tokens, routing))
-                    cases[-1]["choice"] = asdict(choose_fp8(tokens * shape.top_k, shape.experts))
                     show(cases[-1])
                 except Exception:
                     traceback.print_exc(limit=-4)

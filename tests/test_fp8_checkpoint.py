@@ -90,7 +90,7 @@ def test_experts_are_kept_with_their_scales(pair):
 def test_the_layer_runs_kept_experts_as_such(pair):
     weights = load(pair[0], keep_fp8=True)[0].layers[0].mlp
     layer = MoELayer(0, weights, None, 2, None, None, False)
-    received = type("Received", (), {"rows_RD": torch.randn(5, 128)})
+    received = type("Received", (), {"rows_RD": torch.randn(5, 128), "summed": False})
     received.index = build_index_ref(moe_cases.slots_of("some", 5, 2, 2), 2)
     want = expert_mlp_fp8_ref(received.rows_RD, received.index, weights.experts)
     assert torch.equal(layer.experts(received), want)

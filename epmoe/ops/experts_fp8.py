@@ -8,8 +8,10 @@ The arithmetic: rows are quantised in runs of 128 columns; each step of 128 alon
 cores, scaled, and added in float32; the activated values are quantised in runs of 128 features straight from the
 accumulators, never rounded to the model dtype.
 
-A tile has 128 or 256 weight rows in parts of 64 with accumulators of their own: the tensor cores' sum of one step then
-needs registers for one part only, and a part of ``gate_up`` is all gate or all up.
+A tile has 128 weight rows, in two parts of 64 with accumulators of their own: the tensor cores' sum of one step then
+needs registers for one part only, and of ``gate_up`` one part is gate and one is up.  The 128 features of a run are two
+such tiles, which one program makes one after the other: several programs then fit on an SM, and while one of them
+scales, another one multiplies.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import triton
 import triton.language as tl
 
 from epmoe.ops.experts import ExpertOptions, activate_ref
+from epmoe.ops.experts_fp8_vector import vector_down_fp8, vector_gate_up_fp8
 from epmoe.ops.fp8 import BLOCK, dequantize, quantize_rows_ref, quantize_rows_triton, to_fp8
 from epmoe.ops.gate_up_gemm import activate
 from epmoe.ops.grouped_gemm import TileConfig, locate, rows_descriptor, zeros
@@ -75,6 +78,27 @@ def _step(rows, weights, acc, scale, SWAP: tl.constexpr):
         return acc + tl.dot(rows, weights.T) * scale[:, None]
 
 
+@triton.jit
+def _features(x_ptrs, x_scale_ptrs, live, weight, at_row, scale_ptrs, steps, SWAP: tl.constexpr, ACT: tl.constexpr):
+    """``act(x @ gate.T) * (x @ up.T)`` for 64 features, float32, transposed where SWAP."""
+    gate_scale_ptr, up_scale_ptr = scale_ptrs
+    ROWS: tl.constexpr = x_ptrs.shape[0]
+    gate, up = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
+    x_scale = tl.load(x_scale_ptrs, mask=live, other=0.0)
+    gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
+    for step in range(steps):
+        rows = tl.load(x_ptrs, mask=live[:, None], other=0.0)
+        # The next step's scales are under way while this step multiplies.
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_x_scale = tl.load(x_scale_ptrs + ahead, mask=live, other=0.0)
+        next_gate_scale, next_up_scale = tl.load(gate_scale_ptr + ahead), tl.load(up_scale_ptr + ahead)
+        gate = _step(rows, weight.load([at_row, step * 128]), gate, x_scale * gate_scale, SWAP)
+        up = _step(rows, weight.load([at_row + 64, step * 128]), up, x_scale * up_scale, SWAP)
+        x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+        x_ptrs += 128
+    return activate(gate, up, ACT)
+
+
 @triton.jit(do_not_specialize=["L"])
 def gate_up_fp8_kernel(
     x_ptr,
@@ -89,7 +113,6 @@ def gate_up_fp8_kernel(
     D,
     F,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -98,7 +121,6 @@ def gate_up_fp8_kernel(
 ):
     """``out[m] = act(x[row[m]] @ gate.T) * (x[row[m]] @ up.T)``, quantised: a tile makes one run of 128 features."""
     runs, steps = F // 128, D // 128
-    k = tl.arange(0, 128)
     wait_for_inputs(PDL)
     tiles = tl.load(schedule[1] + L) * runs
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -106,39 +128,22 @@ def gate_up_fp8_kernel(
         pair = first + tl.arange(0, ROWS)
         live = pair < stop
         row = tl.load(row_ptr + pair, mask=live, other=0).to(tl.int64)
-        x_ptrs = x_ptr + row[:, None] * D + k[None, :]
+        x_ptrs = x_ptr + row[:, None] * D + tl.arange(0, 128)[None, :]
         x_scale_ptrs = x_scale_ptr + row * steps
         gate_scale_ptr = weight_scale_ptr + (slot.to(tl.int64) * 2 * runs + n) * steps
-        up_scale_ptr = gate_scale_ptr + runs * steps
-        at_row = slot * 2 * F + n * COLS
-        gate_0, up_0 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
-        gate_1, up_1 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
-        x_scale = tl.load(x_scale_ptrs, mask=live, other=0.0)
-        gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
-        for step in range(steps):
-            rows = tl.load(x_ptrs, mask=live[:, None], other=0.0)
-            # The next step's scales are under way while this step multiplies.
-            ahead = tl.minimum(step + 1, steps - 1)
-            next_x_scale = tl.load(x_scale_ptrs + ahead, mask=live, other=0.0)
-            next_gate_scale, next_up_scale = tl.load(gate_scale_ptr + ahead), tl.load(up_scale_ptr + ahead)
-            at = step * 128
-            gate_0 = _step(rows, weight.load([at_row, at]), gate_0, x_scale * gate_scale, SWAP)
-            up_0 = _step(rows, weight.load([at_row + 64, at]), up_0, x_scale * up_scale, SWAP)
-            gate_1 = _step(rows, weight.load([at_row + 128, at]), gate_1, x_scale * gate_scale, SWAP)
-            up_1 = _step(rows, weight.load([at_row + 192, at]), up_1, x_scale * up_scale, SWAP)
-            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-            x_ptrs += 128
+        scale_ptrs = gate_scale_ptr, gate_scale_ptr + runs * steps
+        at_row = slot * 2 * F + n * 256
+        low = _features(x_ptrs, x_scale_ptrs, live, weight, at_row, scale_ptrs, steps, SWAP, ACT)
+        high = _features(x_ptrs, x_scale_ptrs, live, weight, at_row + 128, scale_ptrs, steps, SWAP, ACT)
         axis: tl.constexpr = 0 if SWAP else 1
-        value_0, value_1 = activate(gate_0, up_0, ACT), activate(gate_1, up_1, ACT)
-        largest = tl.maximum(tl.max(tl.abs(value_0), axis), tl.max(tl.abs(value_1), axis))
-        stored_0, out_scale = to_fp8(value_0, tl.expand_dims(largest, axis))
-        stored_1, out_scale = to_fp8(value_1, tl.expand_dims(largest, axis))
-        feature = n * 128 + tl.arange(0, 64)
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * F + feature[None, :]
+        largest = tl.maximum(tl.max(tl.abs(low), axis), tl.max(tl.abs(high), axis))
+        low_stored, out_scale = to_fp8(low, tl.expand_dims(largest, axis))
+        high_stored, out_scale = to_fp8(high, tl.expand_dims(largest, axis))
         if SWAP:
-            stored_0, stored_1 = stored_0.T, stored_1.T
-        tl.store(out_ptrs, stored_0, mask=live[:, None])
-        tl.store(out_ptrs + 64, stored_1, mask=live[:, None])
+            low_stored, high_stored = low_stored.T, high_stored.T
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * F + n * 128 + tl.arange(0, 64)[None, :]
+        tl.store(out_ptrs, low_stored, mask=live[:, None])
+        tl.store(out_ptrs + 64, high_stored, mask=live[:, None])
         tl.store(out_scale_ptr + pair.to(tl.int64) * runs + n, out_scale.reshape(ROWS), mask=live)
 
 
@@ -154,14 +159,13 @@ def down_fp8_kernel(
     D,
     F,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     FLATTEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``out[m] = act[m] @ down.T``, rounded to the model dtype; rows of other slots are multiplied, never stored."""
-    n_tiles, steps = tl.cdiv(D, COLS), F // 128
+    n_tiles, steps = D // 128, F // 128
     wait_for_inputs(PDL)
     tiles = tl.load(schedule[1] + L) * n_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -169,62 +173,47 @@ def down_fp8_kernel(
         pair = first + tl.arange(0, ROWS)
         live = pair < stop
         act_scale_ptrs = act_scale_ptr + pair.to(tl.int64) * steps
-        block = n * (COLS // 128)
-        low_ptr = weight_scale_ptr + (slot.to(tl.int64) * (D // 128) + block) * steps
-        high_ptr = low_ptr + tl.where(block + 1 < D // 128, steps, 0)
-        at_row = slot * D + n * COLS
-        out_0, out_1 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
-        out_2, out_3 = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
-        act_scale = tl.load(act_scale_ptrs, mask=live, other=0.0)
-        low_scale, high_scale = tl.load(low_ptr), tl.load(high_ptr)
+        scale_ptr = weight_scale_ptr + (slot.to(tl.int64) * n_tiles + n) * steps
+        at_row = slot * D + n * 128
+        low, high = zeros(ROWS, 64, SWAP), zeros(ROWS, 64, SWAP)
+        scale = tl.load(act_scale_ptrs, mask=live, other=0.0) * tl.load(scale_ptr)
         for step in range(steps):
-            at = step * 128
-            rows = act.load([first, at])
+            rows = act.load([first, step * 128])
             ahead = tl.minimum(step + 1, steps - 1)
-            next_act_scale = tl.load(act_scale_ptrs + ahead, mask=live, other=0.0)
-            next_low_scale, next_high_scale = tl.load(low_ptr + ahead), tl.load(high_ptr + ahead)
-            out_0 = _step(rows, weight.load([at_row, at]), out_0, act_scale * low_scale, SWAP)
-            out_1 = _step(rows, weight.load([at_row + 64, at]), out_1, act_scale * low_scale, SWAP)
-            if COLS == 256:
-                out_2 = _step(rows, weight.load([at_row + 128, at]), out_2, act_scale * high_scale, SWAP)
-                out_3 = _step(rows, weight.load([at_row + 192, at]), out_3, act_scale * high_scale, SWAP)
-            act_scale, low_scale, high_scale = next_act_scale, next_low_scale, next_high_scale
-        column = n * COLS + tl.arange(0, 64)
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + column[None, :]
-        _store(out_ptrs, out_0, live[:, None], SWAP)
-        _store(out_ptrs + 64, out_1, live[:, None], SWAP)
-        if COLS == 256:
-            inside = live[:, None] & (column + 128 < D)[None, :]
-            _store(out_ptrs + 128, out_2, inside, SWAP)
-            _store(out_ptrs + 192, out_3, inside, SWAP)
+            next_act_scale, next_scale = (
+                tl.load(act_scale_ptrs + ahead, mask=live, other=0.0),
+                tl.load(scale_ptr + ahead),
+            )
+            low = _step(rows, weight.load([at_row, step * 128]), low, scale, SWAP)
+            high = _step(rows, weight.load([at_row + 64, step * 128]), high, scale, SWAP)
+            scale = next_act_scale * next_scale
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + n * 128 + tl.arange(0, 64)[None, :]
+        low, high = low.to(out_ptr.dtype.element_ty), high.to(out_ptr.dtype.element_ty)
+        if SWAP:
+            low, high = low.T, high.T
+        tl.store(out_ptrs, low, mask=live[:, None])
+        tl.store(out_ptrs + 64, high, mask=live[:, None])
 
 
-@triton.jit
-def _store(ptrs, acc, mask, SWAP: tl.constexpr):
-    out = acc.to(ptrs.dtype.element_ty)
-    if SWAP:
-        out = out.T
-    tl.store(ptrs, out, mask=mask)
-
-
-STREAM = TileConfig(cols=256, depth=BLOCK, warps=4, stages=4, swap=True)
-BLOCKED_64 = TileConfig(cols=256, depth=BLOCK, warps=4, stages=4)
-BLOCKED_128 = TileConfig(cols=256, depth=BLOCK, warps=8, stages=3)
+STREAM = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=4, per_sm=3, swap=True)
+STREAM_32 = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
+BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
+VECTOR = (2, 8, 4), (4, 8, 4)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
     (12, 16, STREAM, STREAM),
-    (24, 32, STREAM, STREAM),
-    (96, 64, BLOCKED_64, BLOCKED_64),
-    (float("inf"), 128, BLOCKED_128, BLOCKED_128),
+    (48, 32, STREAM_32, STREAM_32),
+    (float("inf"), 64, BLOCKED, BLOCKED),
 )
 
 
-def choose_fp8(pairs: int, slots: int, deterministic: bool = False) -> Choice:
-    """Tiles for ``pairs`` pairs over ``slots`` slots; one and the same in deterministic mode."""
+def choose_fp8(rows_RD: torch.Tensor, pairs: int, weights: Fp8ExpertWeights, deterministic: bool = False) -> Choice:
+    """Tiles for ``pairs`` pairs over the slots of ``weights``; one and the same in deterministic mode."""
     if deterministic:
-        return Choice(PINNED_ROWS, BLOCKED_64, BLOCKED_64)
+        return Choice(PINNED_ROWS, BLOCKED, BLOCKED)
+    slots = weights.down.shape[0]
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
-    return Choice(rows, gate_up, down)
+    return Choice(rows, gate_up, down, VECTOR if rows_RD.shape[0] == 1 else None)
 
 
 def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileConfig, num_sms: int, **more) -> None:
@@ -234,7 +223,6 @@ def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileCo
     kernel[(min(sms * config.per_sm, index.blocks.slot_B.numel() * tiles),)](
         *operands,
         ROWS=index.blocks.rows,
-        COLS=config.cols,
         GROUP=config.group,
         SWAP=config.swap,
         FLATTEN=config.flatten,
@@ -268,7 +256,7 @@ def down_fp8_triton(act: tuple, index: MoEIndex, weights, config: TileConfig, nu
     weight = rows_descriptor(weights.down.view(-1, features), PART, BLOCK)
     schedule = (index.offset_L1, index.blocks.offset_L1, index.blocks.slot_B)
     operands = (rows, act_scale_MB, weight, weights.down_scale, out_MD, schedule, slots, hidden, features)
-    _launch(down_fp8_kernel, operands, index, triton.cdiv(hidden, config.cols), config, num_sms)
+    _launch(down_fp8_kernel, operands, index, hidden // BLOCK, config, num_sms)
     return out_MD
 
 
@@ -279,12 +267,15 @@ def expert_mlp_fp8_triton(
     options: ExpertOptions = DEFAULT,
     choice: Choice | None = None,
 ) -> torch.Tensor:
-    """`expert_mlp_fp8_ref` in three kernels, without a host synchronisation."""
+    """`expert_mlp_fp8_ref` in two or three kernels, without a host synchronisation."""
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
     choice = choice or options.measured(rows_RD, pairs, weights)
-    choice = choice or choose_fp8(pairs, weights.down.shape[0], options.deterministic)
+    choice = choice or choose_fp8(rows_RD, pairs, weights, options.deterministic)
+    if choice.vector:
+        act_KF = vector_gate_up_fp8(rows_RD, index, weights, options.act, choice.vector[0])
+        return vector_down_fp8(act_KF, index, weights, choice.vector[1], rows_RD.dtype)
     index = with_block_rows(index, choice.rows)
     act = gate_up_fp8_triton(rows_RD.contiguous(), index, weights, choice.gate_up, options.act, options.num_sms)
     return down_fp8_triton(act, index, weights, choice.down, options.num_sms, rows_RD.dtype)

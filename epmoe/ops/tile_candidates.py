@@ -24,22 +24,20 @@ CANDIDATES = (
 )
 # (cols, depth, warps) of a vector kernel.
 VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), (2, 1024, 2), (4, 2048, 8))
-# Of the 8-bit kernels; tiles of 256 weight rows serve both GEMMs, those of 128 the second.
+# Of the 8-bit kernels, whose tiles have 128 weight rows and a depth of 128.
 CANDIDATES_FP8 = (
-    (16, TileConfig(256, 128, 4, 4, 1, swap=True)),
-    (16, TileConfig(256, 128, 4, 3, 2, swap=True)),
     (16, TileConfig(128, 128, 4, 4, 2, swap=True)),
+    (16, TileConfig(128, 128, 4, 4, 3, swap=True)),
     (16, TileConfig(128, 128, 4, 5, 2, swap=True, flatten=True)),
-    (32, TileConfig(256, 128, 4, 3, 2, swap=True)),
     (32, TileConfig(128, 128, 4, 4, 2, swap=True)),
-    (64, TileConfig(256, 128, 8, 4, 1)),
-    (64, TileConfig(256, 128, 8, 4, 1, flatten=True)),
-    (64, TileConfig(256, 128, 4, 2, 2)),
+    (32, TileConfig(128, 128, 4, 3, 3, swap=True)),
     (64, TileConfig(128, 128, 4, 3, 2)),
-    (128, TileConfig(256, 128, 8, 3, 1)),
-    (128, TileConfig(256, 128, 8, 3, 1, flatten=True)),
+    (64, TileConfig(128, 128, 4, 4, 2)),
     (128, TileConfig(128, 128, 8, 4, 1)),
+    (128, TileConfig(128, 128, 8, 5, 1)),
 )
+# (cols, runs of 128 columns, warps).
+VECTORS_FP8 = ((2, 8, 2), (2, 8, 4), (4, 8, 4), (4, 4, 4), (8, 4, 4), (2, 16, 4), (4, 16, 8), (8, 8, 8))
 
 
 def candidates(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
