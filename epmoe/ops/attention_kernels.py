@@ -1,8 +1,7 @@
 """Triton kernel of `ops.attention`: paged attention, items as cut by `ops.attention_work`.
 
-Rows of a tile are (query, query head of the group), so one load of keys serves all G query heads of a key head.  The
-program that ends last among a tile's parts adds them, in ascending order, so no second launch is needed and the sum
-does not depend on which program that is.
+Rows of a tile are (query, query head of the group), so one load of keys serves all G query heads of a key head.
+Where a tile's keys are in several parts, a second launch adds them, in ascending order.
 """
 
 from __future__ import annotations
@@ -84,58 +83,65 @@ def _attend_keys(
 
 
 @triton.jit
-def merge_parts(part_ptr, lse_ptr, first, parts, spot_stride, row, d, live, D: tl.constexpr):
-    """Sum of a tile's parts, each weighted by its share of the softmax: float32 ``[rows, D2]``.
-
-    Args:
-        first: spot of part 0; the next part's is ``spot_stride`` on. A spot holds the tile's rows.
-        live: of ``[rows, D2]``.
-    """
-    peak = tl.full([row.shape[0]], float("-inf"), tl.float32)
-    for n in range(parts):
-        peak = tl.maximum(peak, tl.load(lse_ptr + first + n * spot_stride + row, cache_modifier=".cg"))
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # rows beyond the tile's
-    total = tl.zeros([row.shape[0]], tl.float32)
-    acc = tl.zeros([row.shape[0], d.shape[0]], tl.float32)
-    at_once: tl.constexpr = 4 if row.shape[0] * d.shape[0] <= 2048 else 1  # as registers allow
-    for begin in range(0, parts, at_once):
-        part = begin + tl.arange(0, at_once)
-        spot = first + part[:, None] * spot_stride + row[None, :]
-        lse = tl.load(lse_ptr + spot, mask=(part < parts)[:, None], other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(lse - peak[None, :])
-        some = (weight > 0)[:, :, None] & live[None, :, :]
-        rows = tl.load(part_ptr + spot[:, :, None] * D + d[None, None, :], mask=some, other=0.0, cache_modifier=".cg")
-        total += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, :, None] * rows, 0)
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
-
-
-@triton.jit
-def finish(
-    state, out_at, row, d, live, item, head, heads, part, parts, part_ptr, lse_ptr, done_ptr, D: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Write a tile's result if it has one part, else this part of it, and the sum of all parts if it is the last."""
+def finish(state, out_at, spot, row, d, live, parts, part_ptr, lse_ptr, D: tl.constexpr, SPLIT: tl.constexpr):
+    """Write a tile's result if it has one part, else this part of it and its log2 sums from ``spot`` on."""
     peak, total, acc = state
     some = total > 0
     result = acc / tl.where(some, total, 1.0)[:, None]
     if SPLIT:
         if parts > 1:
-            spot = (item.to(tl.int64) * heads + head) * row.shape[0]
-            lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
             tl.store(part_ptr + (spot + row)[:, None] * D + d[None, :], result, mask=live)
-            tl.store(lse_ptr + spot + row, lse)
-            tl.debug_barrier()  # all of the program's stores come before its count
-            first = item - part
-            if tl.atomic_add(done_ptr + first * heads + head, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                tl.store(done_ptr + first * heads + head, 0)
-                stride = heads * row.shape[0]
-                base = (first.to(tl.int64) * heads + head) * row.shape[0]
-                tl.store(out_at, merge_parts(part_ptr, lse_ptr, base, parts, stride, row, d, live, D), mask=live)
+            tl.store(lse_ptr + spot + row, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf")))
         else:
             tl.store(out_at, result, mask=live)
     else:
         tl.store(out_at, result, mask=live)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    item_ptr,
+    first_ptr,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, key head, row): the row's parts, each weighted by its share of the softmax."""
+    item = tl.load(first_ptr + tl.program_id(0))
+    head, row = tl.program_id(1), tl.program_id(2)
+    about = item_ptr + tl.maximum(item, 0) * FIELDS
+    token, first_row, rows, parts = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3), tl.load(about + 8)
+    wait_for_inputs(PDL)
+    if (item >= 0) & (parts > 1) & (row < rows):
+        d = tl.arange(0, D2)
+        n = tl.arange(0, AT_ONCE)
+        spot = ((item + n).to(tl.int64) * KVH + head) * ROWS + row
+        step = AT_ONCE * KVH * ROWS
+        peak = float("-inf")
+        for begin in range(0, parts, AT_ONCE):
+            lse = tl.load(lse_ptr + spot + begin // AT_ONCE * step, mask=n < parts - begin, other=float("-inf"))
+            peak = tl.maximum(peak, tl.max(lse, 0))
+        total = 0.0
+        acc = tl.zeros([D2], tl.float32)
+        for begin in range(0, parts, AT_ONCE):
+            at = spot + begin // AT_ONCE * step
+            lse = tl.load(lse_ptr + at, mask=n < parts - begin, other=float("-inf"))
+            inside = (n < parts - begin)[:, None] & (d < D)[None, :]
+            part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+            weight = tl.exp2(lse - peak)
+            total += tl.sum(weight, 0)
+            acc += tl.sum(weight[:, None] * part, 0)
+        row += first_row
+        out_row = ((token + row // G).to(tl.int64) * KVH + head) * G + row % G
+        tl.store(out_ptr + out_row * D + d, acc / total, mask=d < D)
 
 
 @triton.jit
@@ -145,7 +151,6 @@ def _attend_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
-    done_ptr,
     table_ptr,
     item_ptr,
     sequence_stride,
@@ -171,7 +176,7 @@ def _attend_kernel(
     about = item_ptr + item * FIELDS
     seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
     context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
-    part, parts = tl.load(about + 7), tl.load(about + 8)
+    parts = tl.load(about + 8)
     wait_for_inputs(PDL)
     if seq >= 0:
         row = tl.arange(0, ROWS)
@@ -200,7 +205,8 @@ def _attend_kernel(
             state, q, position, full, stop, table, block_stride, cache, k_ptr, value_stride, scale, tile, True
         )
         out_at = out_ptr + at[:, None] * D + d[None, :]
-        finish(state, out_at, row, d, live, item, head, KVH, part, parts, part_ptr, lse_ptr, done_ptr, D, SPLIT)
+        spot = (item.to(tl.int64) * KVH + head) * ROWS
+        finish(state, out_at, spot, row, d, live, parts, part_ptr, lse_ptr, D, SPLIT)
 
 
 def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch, scale: float, tiled: bool):
@@ -215,7 +221,7 @@ def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch,
 
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
     _, kv_heads, blocks, block_size, D = cache_HBSd.shape
-    part, lse, done = work.buffers(kv_heads, D)
+    part, lse = work.buffers(kv_heads, D)
     tiling = work.tiling
     tma = takes_descriptor(cache_HBSd, tiling)
     _attend_kernel[work.item_XF.shape[0], kv_heads](
@@ -224,7 +230,6 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         out_THd,
         part,
         lse,
-        done,
         batch.block_table_NP,
         work.item_XF,
         batch.block_table_NP.stride(0),
@@ -246,6 +251,29 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **pdl_options(q_THd),
+    )
+    if work.split:
+        merge_parts(out_THd, part, lse, work)
+
+
+def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, work: Work) -> None:
+    """Add the parts of the tiles that have several."""
+    _, kv_heads, rows, D = part.shape
+    _merge_kernel[work.first_Y.shape[0], kv_heads, rows](
+        part,
+        lse,
+        out_THd,
+        work.item_XF,
+        work.first_Y,
+        KVH=kv_heads,
+        G=out_THd.shape[1] // kv_heads,
+        D=D,
+        D2=triton.next_power_of_2(D),
+        ROWS=rows,
+        FIELDS=FIELDS,
+        AT_ONCE=16,
+        num_warps=2 if D <= 128 else 4,
+        **pdl_options(out_THd),
     )
 
 

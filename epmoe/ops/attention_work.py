@@ -2,7 +2,7 @@
 
 A row is (query, query head) of one key head's group of G; rows of one sequence are in that order.  A tile is ``rows``
 consecutive rows of a sequence.  Where tiles are few, as in decode, the keys that a tile sees are cut into *parts* so
-that every SM reads; a tile's parts are consecutive items, and the program that ends last adds them in order.
+that every SM reads; a tile's parts are consecutive items, and a second launch adds them in order.
 
 Example: G = 8, tiles of 16 rows, runs of 512 keys.  A sequence of 1300 cached tokens whose last one is queried is one
 tile of 8 rows and three items: keys 0..511, 512..1023, 1024..1299.
@@ -77,24 +77,24 @@ FIXED_LATENT = Tiling(16, 32, 512, exact=True)
 
 @dataclass(frozen=True)
 class Work:
-    """One launch: items on the device, and the scratch memory of parts, which all layers share."""
+    """One launch: items on the device, the first item of each tile (-1: none), and memory for parts.
+
+    ``split``: tiles may have several parts.  All layers share the memory of parts.
+    """
 
     tiling: Tiling
     item_XF: torch.Tensor
+    first_Y: torch.Tensor
     split: bool
     scratch: dict = field(default_factory=dict)
 
-    def buffers(self, kv_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts float32 ``[X, KVH, rows, d]``, their log2 sums ``[X, KVH, rows]``, zeroed counters ``[X, KVH]``."""
+    def buffers(self, kv_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts float32 ``[X, KVH, rows, d]`` and the log2 of their softmax sums ``[X, KVH, rows]``."""
         key = (kv_heads, value_dim)
         if key not in self.scratch:
-            shape, device = (self.item_XF.shape[0], kv_heads), self.item_XF.device
-            size = self.tiling.rows if self.split else 0
-            self.scratch[key] = (
-                torch.empty((*shape, size, value_dim), dtype=torch.float32, device=device),
-                torch.empty((*shape, size), dtype=torch.float32, device=device),
-                torch.zeros(shape, dtype=torch.int32, device=device),
-            )
+            shape = (self.item_XF.shape[0], kv_heads, self.tiling.rows) if self.split else (0, kv_heads, 0)
+            part = torch.empty((*shape, value_dim), dtype=torch.float32, device=self.item_XF.device)
+            self.scratch[key] = part, torch.empty(shape, dtype=torch.float32, device=part.device)
         return self.scratch[key]
 
 
@@ -166,5 +166,6 @@ def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: 
 
 
 def _to_device(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> Work:
-    split = bool((item_XF[:, PARTS] > 1).any())
-    return Work(tiling, torch.from_numpy(item_XF).to(device, non_blocking=True), split)
+    first_Y = np.flatnonzero((item_XF[:, PART] == 0) & (item_XF[:, PARTS] > 1)).astype(np.int32)
+    item_XF, first_Y = (torch.from_numpy(x).to(device, non_blocking=True) for x in (item_XF, first_Y))
+    return Work(tiling, item_XF, first_Y, len(first_Y) > 0)

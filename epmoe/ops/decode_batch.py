@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from epmoe.ops.attention_work import FIELDS, SEQUENCE, Heads, Work, cut, item_limit
+from epmoe.ops.attention_work import FIELDS, PART, SEQUENCE, Heads, Work, cut, item_limit
 from epmoe.ops.launch import sm_count
 
 
@@ -52,24 +52,26 @@ class DecodeBatch:
             self._items = tiles * -(-shape.max_kv_len // self._tiling.run)
         else:
             self._items = item_limit(tiles, shape.kv_heads, sm_count(device))
+        self._tiles = tiles
         N, width = shape.sequences, -(-shape.max_kv_len // shape.block_size)
-        self._head = 4 * N + -(-self._items * FIELDS // 2) * 2  # ints ahead of the block table
+        self._head = 4 * N + -(-(tiles + self._items * FIELDS) // 2) * 2  # ints ahead of the block table
         self._device_buffer = torch.zeros(self._head + N * width, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(self._head + N * width, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._sent = [torch.cuda.Event() if pinned else None for _ in range(2)]
         self._turn = 0
-        self.position_T, self.slot_T, item_XF, table_PN = self._views(self._device_buffer)
+        self.position_T, self.slot_T, first_Y, item_XF, table_PN = self._views(self._device_buffer)
         self.block_table_NP = table_PN.T
-        self._work = [Work(self._tiling, item_XF, split=True)]
+        self._work = [Work(self._tiling, item_XF, first_Y, split=True)]
         self.fill([], [])
 
-    def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions and slots int64 ``[N]``, items int32 ``[X, FIELDS]``, block table int32 ``[P, N]``."""
+    def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Positions and slots int64 ``[N]``, first items ``[Y]``, items ``[X, FIELDS]``, table ``[P, N]``."""
         N = self.shape.sequences
-        position_N, slot_N = flat[: 2 * N].view(torch.int64), flat[2 * N : 4 * N].view(torch.int64)
-        item_XF = flat[4 * N : 4 * N + self._items * FIELDS].view(-1, FIELDS)
-        return position_N, slot_N, item_XF, flat[self._head :].view(-1, N)
+        first_Y, item_XF = flat[4 * N : self._head].split_with_sizes((self._tiles, self._head - 4 * N - self._tiles))
+        item_XF = item_XF[: self._items * FIELDS].view(-1, FIELDS)
+        slot_N = flat[2 * N : 4 * N].view(torch.int64)
+        return flat[: 2 * N].view(torch.int64), slot_N, first_Y, item_XF, flat[self._head :].view(-1, N)
 
     def work(self, kv_heads: int, group: int, fixed: bool, latent: bool = False) -> list[Work]:
         """As `AttentionBatch.work`; a batch serves the one shape it was made for."""
@@ -89,7 +91,7 @@ class DecodeBatch:
         staging, sent = self._staging[self._turn], self._sent[self._turn]
         if sent is not None:
             sent.synchronize()
-        position_N, slot_N, item_XF, table_PN = (view.numpy() for view in self._views(staging))
+        position_N, slot_N, first_Y, item_XF, table_PN = (view.numpy() for view in self._views(staging))
         last_n = np.asarray(kv_lens, dtype=np.int64) - 1
         for i, row in enumerate(blocks):
             table_PN[: len(row), i] = row
@@ -102,6 +104,7 @@ class DecodeBatch:
         items = cut(lens_N3, shape.group, self._tiling, self._items)
         item_XF[: len(items)] = items
         item_XF[len(items) :, SEQUENCE] = -1
+        first_Y[:] = np.flatnonzero(items[:, PART] == 0)
         used = self._head + max((len(row) for row in blocks), default=0) * shape.sequences
         self._device_buffer[:used].copy_(staging[:used], non_blocking=True)
         if sent is not None:

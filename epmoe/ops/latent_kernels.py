@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.attention_kernels import LOG2E, finish, softmax_step
+from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, softmax_step
 from epmoe.ops.attention_work import FIELDS, Work
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
@@ -59,7 +59,6 @@ def _latent_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
-    done_ptr,
     table_ptr,
     item_ptr,
     sequence_stride,
@@ -81,7 +80,7 @@ def _latent_kernel(
     about = item_ptr + item * FIELDS
     seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
     context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
-    part, parts = tl.load(about + 7), tl.load(about + 8)
+    parts = tl.load(about + 8)
     wait_for_inputs(PDL)
     if seq >= 0:
         row = tl.arange(0, ROWS)
@@ -107,8 +106,7 @@ def _latent_kernel(
             state, q_value, q_rope, position, full, stop, table, block_stride, cache_ptr, scale, tile, True
         )
         out_at = out_ptr + at[:, None] * VALUE + d[None, :]
-        head = tl.program_id(1)  # the only one
-        finish(state, out_at, row, d, live, item, head, 1, part, parts, part_ptr, lse_ptr, done_ptr, VALUE, SPLIT)
+        finish(state, out_at, item.to(tl.int64) * ROWS, row, d, live, parts, part_ptr, lse_ptr, VALUE, SPLIT)
 
 
 def latent_attention_triton(
@@ -128,11 +126,13 @@ def latent_attention_triton(
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
     value_dim = out_THd.shape[2]
     tiling = work.tiling
+    part, lse = work.buffers(1, value_dim)
     _latent_kernel[work.item_XF.shape[0],](
         q_THd,
         cache_HBSd,
         out_THd,
-        *work.buffers(1, value_dim),
+        part,
+        lse,
         batch.block_table_NP,
         work.item_XF,
         batch.block_table_NP.stride(0),
@@ -151,3 +151,5 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         num_stages=tiling.stages,
         **pdl_options(q_THd),
     )
+    if work.split:
+        merge_parts(out_THd, part, lse, work)
