@@ -51,6 +51,7 @@ def summary(run: RunReport) -> str:
         *_rank_table(run, load_LW),
         _tails(load_WLE, load_LW, run.plan),
         *_remote_rows(run, load_WLE),
+        *_traffic(run),
     ]
     return "\n".join(lines)
 
@@ -81,6 +82,27 @@ def _tails(load_WLE: np.ndarray, load_LW: np.ndarray, plan: Plan) -> str:
         f"compute_tail of this run (fullest rank over the mean; 1 is even): {before_L.mean():.3f} linear ->"
         f" {after_L.mean():.3f} this placement; worst layer {before_L.max():.3f} -> {after_L.max():.3f}"
     )
+
+
+def _traffic(run: RunReport) -> list[str]:
+    """What the exchange moved between ranks: rows, bytes, the heaviest link, fan-out, padding."""
+    ranks = range(run.engine.ranks)
+    if len(ranks) == 1:
+        return []
+    moved = [run.stats[rank]["traffic"] for rank in ranks]
+    there, back, rows = (np.array([each[key] for each in moved]) for key in ("dispatch_bytes", "combine_bytes", "rows"))
+    link_WW = there + back
+    np.fill_diagonal(link_WW, 0)
+    heaviest = np.unravel_index(link_WW.argmax(), link_WW.shape)
+    remote = ~np.eye(len(ranks), dtype=bool)
+    padding = sum(each["padding"] * sum(each["dispatch_bytes"]) for each in moved) / max(1, there.sum())
+    tokens = max(1, sum(each["tokens"] for each in moved))
+    return [
+        f"exchange {run.stats[0]['exchange']}: {rows[remote].sum()} rows left their rank,"
+        f" {there[remote].sum() / 1e6:.1f} MB there and {back[remote].sum() / 1e6:.1f} MB back; heaviest link {heaviest[0]} -> {heaviest[1]}:"
+        f" {link_WW.max() / 1e6:.1f} MB",
+        f"fan-out {rows.sum() / tokens:.2f} ranks a token; {padding:.1%} of the bytes sent there are no hidden rows",
+    ]
 
 
 def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:
