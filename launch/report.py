@@ -98,9 +98,9 @@ def _traffic(run: RunReport) -> list[str]:
     padding = sum(each["padding"] * sum(each["dispatch_bytes"]) for each in moved) / max(1, there.sum())
     tokens = max(1, sum(each["tokens"] for each in moved))
     return [
-        f"exchange {run.stats[0]['exchange']}: {rows[remote].sum()} rows left their rank, {there[remote].sum() / 1e6:.1f}"
-        f" MB there and {back[remote].sum() / 1e6:.1f} MB back; heaviest link {heaviest[0]} -> {heaviest[1]}:"
-        f" {link_WW.max() / 1e6:.1f} MB",
+        f"exchange {run.stats[0]['exchange']}: {rows[remote].sum()} rows left their rank,"
+        f" {there[remote].sum() / 1e6:.1f} MB there, {back[remote].sum() / 1e6:.1f} MB back; heaviest link"
+        f" {heaviest[0]} -> {heaviest[1]}, {link_WW.max() / 1e6:.1f} MB",
         f"fan-out {rows.sum() / tokens:.2f} ranks a token; {padding:.1%} of the bytes sent there are no hidden rows",
     ]
 
