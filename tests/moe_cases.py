@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from epmoe.ops.experts import ExpertOptions, interleave_gate_up
 from epmoe.ops.moe_index import block_schedule_ref
-from epmoe.ops.router import RouterRule, route_ref
+from epmoe.ops.router import RouterRule, route_ref, route_to_slots_ref
 
 RULES = {
     "softmax": RouterRule(),
@@ -169,6 +169,19 @@ def distinct_logits(tokens: int, experts: int, dtype: torch.dtype) -> torch.Tens
     steps = torch.stack([torch.randperm(experts) for _ in range(tokens)]) if tokens else torch.zeros(0, experts)
     step = max(16.0, experts / 8)  # within +-4: the sigmoid of larger ones is 1
     return ((steps - experts / 2) / step + 0.3).to(dtype)  # off centre: no two sums of sigmoids are equal either
+
+
+def check_router_slots(run, device: str) -> None:
+    """The slots of the choices, with and without padding rows, against the twin."""
+    rule, serve_E = RULES["softmax"], torch.arange(10, 16).int()
+    for tokens in (0, 1, 9, 600):
+        for valid_T in (None, torch.arange(tokens) % 3 != 1):
+            logits_TE = distinct_logits(tokens, 6, torch.float32)
+            want = route_to_slots_ref(logits_TE, rule, 2, None, (serve_E, valid_T))
+            where = (serve_E.to(device), None if valid_T is None else valid_T.to(device))
+            got = run(logits_TE.to(device), rule, 2, None, where)
+            for ours, theirs in zip(got[1:], want[1:]):
+                assert torch.equal(ours.cpu(), theirs), (tokens, valid_T)
 
 
 def check_router(run, name: str, device: str, dtype: torch.dtype, sizes=ROUTER_SIZES) -> None:

@@ -9,7 +9,7 @@ import torch
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum
 from epmoe.ops.moe_index import build_index, build_index_triton
-from epmoe.ops.router import route
+from epmoe.ops.router import route, route_to_slots
 from epmoe.ops.tiles import BY_MEAN, Choice
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +33,10 @@ def test_router(name):
 @pytest.mark.parametrize("name", moe_cases.ROUNDING_RULES)
 def test_router_rounds_to_the_logits_dtype(name, dtype):
     moe_cases.check_router(route, name, "cuda", dtype)
+
+
+def test_router_finds_slots():
+    moe_cases.check_router_slots(route_to_slots, "cuda")
 
 
 def test_index():

@@ -82,7 +82,8 @@ class Received:
 
     ``R_cap`` and ``M_cap`` are host ints that bound the rows and the pairs; everything else is on the device:
     ``count_W`` rows from each rank (int32), ``index`` (``offset_L1``, ``row_M``, ``pos_RK``), and ``weight_RK`` in
-    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.
+    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.  ``summed``: the
+    experts are to return each row's weighted sum, ``[R, D]``, in place of its pairs' outputs.
     """
 
     rows_RD: torch.Tensor
@@ -92,6 +93,7 @@ class Received:
     count_W: torch.Tensor
     index: MoEIndex
     weight_RK: torch.Tensor | None
+    summed: bool = False
 
 
 @dataclass
@@ -184,6 +186,24 @@ class Exchange(Protocol):
     def traffic(self) -> Traffic:
         """Counters since the start; waits for the device."""
         ...
+
+    def raise_if_failed(self) -> None:
+        """To be called when a step's results have come from the device and before they count: a rank failed."""
+        ...
+
+    def watch_peers(self) -> None:
+        """From any thread, a few times a second: if a peer has ended, nothing on this rank's device waits for it."""
+        ...
+
+
+class RaisesItself:
+    """Of exchanges over collectives: a rank that fails makes the collectives of its peers raise."""
+
+    def raise_if_failed(self) -> None:
+        pass
+
+    def watch_peers(self) -> None:
+        pass
 
 
 def ranks_of(slot_TK: torch.Tensor, slots_per_rank: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ from epmoe.model.weights import DenseMLP, MoEWeights
 from epmoe.moe.exchange import Exchange, Received
 from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SEND, SHARED, SUM, Step
 from epmoe.ops.activation import sigmoid, silu
-from epmoe.ops.experts import ExpertOptions, expert_mlp
+from epmoe.ops.combine import weighted_sum
+from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_sum
 from epmoe.ops.experts_fp8 import expert_mlp_fp8
 from epmoe.ops.linear import linear
-from epmoe.ops.router import RouterRule, route
+from epmoe.ops.router import RouterRule, route_to_slots
 from epmoe.ops.tuned import Tuned
 
 
@@ -58,15 +59,18 @@ class MoELayer:
             logits_TE = linear(x_TD.float(), weights.router.float(), weights.router_bias, tiled=self.tiled)
         else:
             logits_TE = linear(x_TD, weights.router, weights.router_bias, tiled=self.tiled)
-        weight_TK, expert_TK = route(logits_TE, self.rule, self.top_k, weights.correction_bias)
-        slot_TK = self.serve_slot_E[expert_TK]
-        return Routing(weight_TK, expert_TK, slot_TK if valid_T is None else slot_TK.where(valid_T[:, None], -1))
+        where = (self.serve_slot_E, valid_T)
+        return Routing(*route_to_slots(logits_TE, self.rule, self.top_k, weights.correction_bias, where))
 
     def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
-        """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order; ``num_sms``: see ``ExpertOptions``."""
+        """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order, or their sums ``[R, D]`` if those are
+        asked for; ``num_sms``: see ``ExpertOptions``."""
         options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled, tuned=self.tuned)
-        run = expert_mlp if self.weights.experts.down_scale is None else expert_mlp_fp8
-        return run(received.rows_RD, received.index, self.weights.experts, options)
+        rows_RD, index, weights = received.rows_RD, received.index, self.weights.experts
+        if received.summed and weights.down_scale is None:
+            return expert_sum(rows_RD, index, weights, received.weight_RK, options)
+        out_MD = (expert_mlp if weights.down_scale is None else expert_mlp_fp8)(rows_RD, index, weights, options)
+        return weighted_sum(out_MD, index.pos_RK, received.weight_RK) if received.summed else out_MD
 
     def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:
         """Output of the shared experts, which every rank computes for its own tokens; ``None`` without any."""

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, triton_dtype, wait_for_inputs
 
+Where = tuple[torch.Tensor, torch.Tensor | None]  # see `route_to_slots_ref`
 SCORES = ("softmax", "sigmoid", "topk_softmax", "topk_sigmoid", "sparsemixer")
 
 
@@ -188,6 +189,9 @@ def _route_kernel(
     bias_ptr,
     weight_ptr,
     expert_ptr,
+    serve_ptr,
+    valid_ptr,
+    slot_ptr,
     tokens,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -252,18 +256,32 @@ def _route_kernel(
     out = t.to(tl.int64)[:, None] * K + j
     tl.store(weight_ptr + out, picked, mask=live & (j < K))
     tl.store(expert_ptr + out, experts, mask=live & (j < K))
+    if slot_ptr is not None:
+        slot = tl.load(serve_ptr + experts)
+        if valid_ptr is not None:
+            slot = tl.where(tl.load(valid_ptr + t, mask=t < tokens, other=0)[:, None] != 0, slot, -1)
+        tl.store(slot_ptr + out, slot, mask=live & (j < K))
 
 
 def route_triton(
     logits_TE: torch.Tensor, rule: RouterRule, top_k: int, bias_E: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_ref` in one kernel (E up to 512, K up to 16)."""
+    return route_to_slots_triton(logits_TE, rule, top_k, bias_E, None)[:2]
+
+
+def route_to_slots_triton(
+    logits_TE: torch.Tensor, rule: RouterRule, top_k: int, bias_E: torch.Tensor | None, where: Where | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`route_to_slots_ref` in the same kernel; ``where`` None: without slots."""
     tokens, experts = logits_TE.shape
     assert rule.score != "sparsemixer" or top_k == 2, f"the sparse mixer selects 2 experts, not {top_k}"
     assert top_k <= experts and experts % rule.groups == 0, (top_k, experts, rule.groups)
     logits_TE = logits_TE.contiguous()
     weight_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=logits_TE.device)
     expert_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=logits_TE.device)
+    serve_E, valid_T = where or (None, None)
+    slot_TK = None if where is None else torch.empty_like(expert_TK)
     if tokens:
         final = logits_TE.dtype if rule.weight_dtype == "logits" else getattr(torch, rule.weight_dtype)
         rows = 4 if tokens >= 512 else 1
@@ -272,6 +290,9 @@ def route_triton(
             bias_E,
             weight_TK,
             expert_TK,
+            serve_E,
+            valid_T if valid_T is None else valid_T.view(torch.uint8),
+            slot_TK,
             tokens,
             E=experts,
             K=top_k,
@@ -284,7 +305,7 @@ def route_triton(
             num_warps=4 if rows == 4 else 1,
             **pdl_options(logits_TE),
         )
-    return weight_TK, expert_TK
+    return weight_TK, expert_TK, slot_TK
 
 
 def route(
@@ -292,3 +313,26 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`route_ref`; the kernel on CUDA."""
     return (route_triton if logits_TE.is_cuda else route_ref)(logits_TE, rule, top_k, bias_E)
+
+
+def route_to_slots_ref(
+    logits_TE: torch.Tensor, rule: RouterRule, top_k: int, bias_E: torch.Tensor | None, where: Where
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`route_ref`, and the slot of each choice, int32 ``[T, K]``.
+
+    Args:
+        where: the slot that serves each expert, int32 ``[E]``; which rows are tokens, bool ``[T]``, ``None`` is all:
+            the others get slots of -1.
+    """
+    weight_TK, expert_TK = route_ref(logits_TE, rule, top_k, bias_E)
+    serve_E, valid_T = where
+    slot_TK = serve_E[expert_TK]
+    return weight_TK, expert_TK, slot_TK if valid_T is None else slot_TK.where(valid_T[:, None], -1)
+
+
+def route_to_slots(
+    logits_TE: torch.Tensor, rule: RouterRule, top_k: int, bias_E: torch.Tensor | None, where: Where
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`route_to_slots_ref`; the kernel on CUDA."""
+    run = route_to_slots_triton if logits_TE.is_cuda else route_to_slots_ref
+    return run(logits_TE, rule, top_k, bias_E, where)

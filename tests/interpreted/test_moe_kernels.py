@@ -13,7 +13,7 @@ from epmoe.ops.experts_sparse import vector_down, vector_gate_up
 from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import build_index_triton
-from epmoe.ops.router import route_triton
+from epmoe.ops.router import route_to_slots_triton, route_triton
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
 HALF = torch.float16  # the interpreter cannot multiply bfloat16
@@ -23,6 +23,10 @@ HALF = torch.float16  # the interpreter cannot multiply bfloat16
 def test_router_equals_its_twin(name):
     moe_cases.check_router(route_triton, name, "cpu", torch.float32)
     moe_cases.check_router(route_triton, name, "cpu", torch.float32, moe_cases.LARGE_ROUTER_SIZES[:1])
+
+
+def test_router_finds_slots():
+    moe_cases.check_router_slots(route_to_slots_triton, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
