@@ -112,7 +112,7 @@ def check_index(build, device: str) -> None:
 
 
 def check_blocks(index) -> None:
-    want = block_schedule_ref(index.offset_L1.cpu(), index.blocks.rows, index.row_M.numel())
+    want = block_schedule_ref(index.offset_L1.cpu(), index.blocks.rows, index.row_M.numel(), index.blocks.tail)
     assert torch.equal(index.blocks.offset_L1.cpu(), want.offset_L1)
     assert torch.equal(index.blocks.slot_B.cpu(), want.slot_B)
 

@@ -21,6 +21,12 @@ def test_example_of_the_docstring():
     assert blocks.slot_B.tolist() == [0, 1, 1, 2, 2]
 
 
+def test_the_last_block_of_a_slot_may_hold_a_tail():
+    offset_L1 = torch.tensor([0, 0, 1, 11, 22, 26], dtype=torch.int32)  # 0, 1, 10, 11 and 4 pairs
+    blocks = block_schedule_ref(offset_L1, 4, 26, tail=2)
+    assert blocks.offset_L1.tolist() == [0, 0, 1, 3, 6, 7]  # 10 = 4 + 6; 11 = 4 + 4 + 3
+
+
 def test_the_bound_on_blocks_is_never_passed():
     for _ in range(50):
         num_slots, rows = int(torch.randint(1, 9, ())), int(torch.randint(1, 6, ()))

@@ -27,13 +27,17 @@ ONE_KERNEL_PAIRS = 1024
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """Which slot each block of ``rows`` pairs belongs to; int32 on the device."""
+    """Which slot each block of ``rows`` pairs belongs to; int32 on the device.
+
+    A slot's blocks start every ``rows`` pairs; its last block may hold ``tail`` more.
+    """
 
     rows: int
     offset_L1: torch.Tensor
     """First block of each slot; the last entry is the number of blocks."""
     slot_B: torch.Tensor
     """Slot of each block, L from the number of blocks on; its length bounds the number of blocks."""
+    tail: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,16 +69,16 @@ def build_index_ref(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:
     return MoEIndex(offset_L1, (order_N // max(slot_RK.shape[1], 1)).int(), pos_N.view(slot_RK.shape))
 
 
-def block_schedule_ref(offset_L1: torch.Tensor, rows: int, pairs: int) -> BlockSchedule:
+def block_schedule_ref(offset_L1: torch.Tensor, rows: int, pairs: int, tail: int = 0) -> BlockSchedule:
     """Blocks of ``rows`` pairs, none across two slots; ``pairs`` bounds ``offset_L1[L]``."""
     count_L = offset_L1.diff()
     num_slots = count_L.numel()
-    block_L = (count_L + rows - 1) // rows
+    block_L = (torch.maximum(count_L - tail, count_L.clamp(max=1)) + rows - 1) // rows
     first_L1 = torch.zeros_like(offset_L1)
     first_L1[1:] = block_L.cumsum(0)
     block_B = torch.arange(max_blocks(pairs, num_slots, rows), device=offset_L1.device)
     slot_B = torch.searchsorted(first_L1[1:], block_B, right=True).int()
-    return BlockSchedule(rows, first_L1, slot_B)
+    return BlockSchedule(rows, first_L1, slot_B, tail)
 
 
 def max_blocks(pairs: int, num_slots: int, rows: int) -> int:
@@ -117,10 +121,10 @@ def _sum_counts(count_ptr, start, stop, L2: tl.constexpr):
 
 
 @triton.jit
-def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows):
+def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail):
     """The first block of each slot, and the slot of each block: all slots write their i-th block together."""
     each = tl.arange(0, count.shape[0])
-    length = (count + rows - 1) // rows
+    length = (tl.maximum(count - tail, tl.minimum(count, 1)) + rows - 1) // rows
     end = tl.cumsum(length, 0)
     tl.store(block_offset_ptr, 0)
     tl.store(block_offset_ptr + 1 + each, end, mask=each < L)
@@ -131,7 +135,7 @@ def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows):
         tl.store(block_slot_ptr + b, tl.zeros_like(b) + L, mask=b < blocks)
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "K", "L", "rows"])
+@triton.jit(do_not_specialize=["pairs", "blocks", "K", "L", "rows", "tail"])
 def _place_kernel(
     slot_ptr,
     count_ptr,
@@ -145,6 +149,7 @@ def _place_kernel(
     K,
     L,
     rows,
+    tail,
     L2: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -171,7 +176,7 @@ def _place_kernel(
     if chunk == 0:
         tl.store(offset_ptr, 0)
         tl.store(offset_ptr + 1 + each, end, mask=each < L)
-        _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows)
+        _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail)
 
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_ptr + i, mask=i < pairs, other=-1)
@@ -185,8 +190,8 @@ def _place_kernel(
     tl.store(row_ptr + rank, i // K, mask=here)
 
 
-def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None = None) -> MoEIndex:
-    """`build_index_ref` in one kernel (two from 1024 pairs on), with the schedule of blocks of ``rows`` pairs."""
+def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None = None, tail: int = 0) -> MoEIndex:
+    """`build_index_ref` in one kernel (two from 1024 pairs on), with the `BlockSchedule` of ``rows`` and ``tail``."""
     slot_RK = slot_RK.contiguous()
     pairs, device = slot_RK.numel(), slot_RK.device
     rows = rows or block_rows(pairs, num_slots)
@@ -219,13 +224,14 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
             STEP=32,
             RUN=RUN,
             rows=rows,
+            tail=tail,
             num_warps=4,
             **options,
         )
-    return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B))
+    return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B, tail))
 
 
-@triton.jit(do_not_specialize=["blocks", "L", "rows"])
+@triton.jit(do_not_specialize=["blocks", "L", "rows", "tail"])
 def _schedule_kernel(
     offset_ptr,
     block_offset_ptr,
@@ -233,6 +239,7 @@ def _schedule_kernel(
     blocks,
     L,
     rows,
+    tail,
     L2: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -240,17 +247,17 @@ def _schedule_kernel(
     each = tl.arange(0, L2)
     end = tl.load(offset_ptr + 1 + each, mask=each < L, other=0)
     count = end - tl.load(offset_ptr + each, mask=each < L, other=0)
-    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows)
+    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail)
 
 
-def with_block_rows(index: MoEIndex, rows: int) -> MoEIndex:
+def with_block_rows(index: MoEIndex, rows: int, tail: int = 0) -> MoEIndex:
     """The same index with a schedule of blocks of ``rows`` pairs: one small kernel if it has another one."""
-    if index.blocks is not None and index.blocks.rows == rows:
+    if index.blocks is not None and (index.blocks.rows, index.blocks.tail) == (rows, tail):
         return index
     slots, device = index.offset_L1.numel() - 1, index.offset_L1.device
     blocks = max_blocks(index.row_M.numel(), slots, rows)
     schedule = BlockSchedule(
-        rows, torch.empty_like(index.offset_L1), torch.empty(blocks, dtype=torch.int32, device=device)
+        rows, torch.empty_like(index.offset_L1), torch.empty(blocks, dtype=torch.int32, device=device), tail
     )
     _schedule_kernel[(1,)](
         index.offset_L1,
@@ -260,6 +267,7 @@ def with_block_rows(index: MoEIndex, rows: int) -> MoEIndex:
         L=slots,
         L2=max(triton.next_power_of_2(slots), 16),
         rows=rows,
+        tail=tail,
         **pdl_options(index.offset_L1),
     )
     return replace(index, blocks=schedule)

@@ -46,6 +46,9 @@ def test_index(one_kernel, monkeypatch):
 def test_schedule_for_other_blocks():
     index = build_index_triton(moe_cases.slots_of("mixed", 70, 3, 6), 6, 16)
     moe_cases.check_blocks(moe_index.with_block_rows(index, 32))
+    for tail in (3, 20):
+        moe_cases.check_blocks(moe_index.with_block_rows(index, 16, tail))
+        moe_cases.check_blocks(build_index_triton(moe_cases.slots_of("mixed", 70, 3, 6), 6, 16, tail))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
