@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -29,9 +29,12 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from epmoe.moe.lane_cost import StageTimes, choose_lanes  # noqa: E402
 from epmoe.moe.makespan import best_makespan, layer_tasks  # noqa: E402
 from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
+from epmoe.moe.timeline import Timeline  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
+from launch.timeline import write_timeline  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
 
 NOTE = (
@@ -162,37 +165,105 @@ def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float]) 
             times[name].append(replay_us(graph, *ms))
     median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
     case = {"tokens": tokens, "us": median, "all_us": times}
-    case["lanes_us"] = stage_times(rank, tokens, 2 if tokens > 1 else 1, num_sms, ms)
     case["unsplit_us"] = stage_times(rank, tokens, 1, num_sms, ms)[0]
+    if "overlapped" in modes:
+        case["apart"] = float((modes["unsplit"] - modes["overlapped"]).norm() / modes["unsplit"].norm())
+    return case
+
+
+def against_bound(rank: lib.Rank, case: dict, ms: tuple[float, float]) -> dict:
+    """The case with the bound of its two lanes and how near the overlapped run comes."""
+    case["lanes_us"] = stage_times(rank, case["tokens"], 2, free_sms(rank.exchange), ms)
     compute = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in COMPUTE)
     travel = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in TRAVEL)
     bound, exact = best_makespan(layer_tasks(case["lanes_us"], rank.layers))
     case |= {"compute_us": compute, "travel_us": travel, "bound_us": bound, "bound_is_exact": exact}
-    if "overlapped" in median:
-        case["ratio_to_bound"] = median["overlapped"] / bound
-        case["hidden"] = (compute + travel - median["overlapped"]) / travel
-        case["fits"] = all(
-            lane["dispatch"] <= lane["attention"] + lane.get("shared", 0) and lane["combine"] <= lane["experts"]
-            for lane in case["lanes_us"]
-        )
-        case["apart"] = float((modes["unsplit"] - modes["overlapped"]).norm() / modes["unsplit"].norm())
+    case["ratio_to_bound"] = case["us"]["overlapped"] / bound
+    case["hidden"] = (compute + travel - case["us"]["overlapped"]) / travel
+    case["fits"] = all(
+        lane["dispatch"] <= lane["attention"] + lane.get("shared", 0) and lane["combine"] <= lane["experts"]
+        for lane in case["lanes_us"]
+    )
     return case
+
+
+def decide(cases: list[dict], ranks: int) -> list[dict]:
+    """What ``auto`` does at each size, knowing the stage times of all of them, against one lane."""
+    names = list(cases[0]["unsplit_us"])
+    table = StageTimes.of(
+        [case["tokens"] for case in cases], {name: [case["unsplit_us"][name] for case in cases] for name in names}
+    )
+    decisions = []
+    for case in cases:
+        lanes = choose_lanes((case["tokens"],) * ranks, table)
+        us = case["us"]
+        ratio = us["overlapped"] / us["unsplit"] if lanes == 2 else 1.0
+        best = min(us.values()) / us["unsplit"]
+        decisions.append({"tokens": case["tokens"], "lanes": lanes, "auto_to_unsplit": ratio, "best_to_unsplit": best})
+    return decisions
+
+
+def save_timeline(rank: lib.Rank, tokens: int, path: str) -> str:
+    """One replay of the overlapped graph, timed by events inside it."""
+    rank.exchange.comm.at.step = 0
+    timeline = Timeline(rank.exchange.comm)
+    inputs = rank.inputs(tokens, 2)
+    rank.fix_traffic(inputs)
+    travel, num_sms = open_travel(rank.exchange), free_sms(rank.exchange)
+    graph = torch.cuda.CUDAGraph()
+    with blas_sms(num_sms), timeline.captured() as marks, torch.cuda.graph(graph):
+        run_lanes(
+            [rank.lane(n, lane, num_sms) for n, lane in enumerate(inputs)], rank.exchange.comm.at, travel, timeline
+        )
+    for _ in range(3):
+        timeline.before(marks)
+        graph.replay()
+        timeline.ran(marks)
+        rank.exchange.comm.at.step += 1
+    spans = [astuple(span) for span in timeline.read() if span.step == 2]
+    return write_timeline(path, [{"rank": 0, "spans": spans, "full": False}])
 
 
 def show(shape: str, gbps: float, case: dict) -> None:
     us = case["us"]
     line = f"{shape:14s} link {gbps:g} T {case['tokens']:5d}  unsplit {us['unsplit']:9.1f} us"
     if "overlapped" in us:
+        line += f"  overlapped {us['overlapped']:9.1f} ({us['unsplit'] / us['overlapped']:.2f}x)"
+        line += f"  apart {case['apart']:.1e}"
+    if "hidden" in case:
         line += (
-            f"  overlapped {us['overlapped']:9.1f} ({us['unsplit'] / us['overlapped']:.2f}x)"
             f"  bound {case['bound_us']:9.1f}  ratio {case['ratio_to_bound']:.3f}  hidden {case['hidden']:6.1%}"
             f"  fits {case['fits']}  compute {case['compute_us']:.0f}  travel {case['travel_us']:.0f}"
-            f"  apart {case['apart']:.1e}"
         )
     print(line)
-    for lane in case["lanes_us"]:
+    for lane in case.get("lanes_us", ()):
         print("    half ", {name: round(t, 1) for name, t in lane.items()})
     print("    whole", {name: round(t, 1) for name, t in case["unsplit_us"].items()}, flush=True)
+
+
+def run_link(rank: lib.Rank, args: argparse.Namespace, report: dict) -> None:
+    """All sizes over one link; what fails is printed and does not lose the rest."""
+    ms = tuple(map(float, args.ms.split(",")))
+    wanted = [int(tokens) for tokens in args.tokens.split(",") if tokens]
+    auto = [int(tokens) for tokens in args.auto.split(",") if tokens]
+    done = []
+    for tokens in sorted({*wanted, *auto}):
+        try:
+            case = run_case(rank, tokens, args.rounds, ms)
+            if tokens in wanted:
+                against_bound(rank, case, ms)
+            done.append(case)
+            report["cases"].append({"shape": rank.shape.name, "gbps": rank.exchange.link.gbps, **case})
+            show(rank.shape.name, rank.exchange.link.gbps, case)
+        except Exception:
+            traceback.print_exc(limit=-6)
+            torch.cuda.synchronize()
+    decided = decide([case for case in done if case["tokens"] in auto], args.emulate_ranks) if auto else []
+    for each in decided:
+        print("auto", each)
+    report["auto"].append({"shape": rank.shape.name, "gbps": rank.exchange.link.gbps, "decisions": decided})
+    if args.timeline:
+        print(save_timeline(rank, wanted[-1], args.timeline))
 
 
 def main() -> int:
@@ -200,34 +271,26 @@ def main() -> int:
     parser.add_argument("--emulate-ranks", type=int, default=8)
     parser.add_argument("--link-gbps", default="340,400")
     parser.add_argument("--shapes", default=",".join(lib.SHAPES))
-    parser.add_argument("--tokens", default="2048,4096")
+    parser.add_argument("--tokens", default="2048,4096,8192", help="sizes to compare with the bound")
+    parser.add_argument("--auto", default="", help="sizes at which the cost model decides, e.g. 1,2,4,...,8192")
+    parser.add_argument("--timeline", metavar="FILE", help="a trace of the last size of --tokens, for ui.perfetto.dev")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ctas", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", default="60,60", help="warm-up and timed milliseconds of each measurement")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    ms = tuple(map(float, args.ms.split(",")))
-    report = {"note": NOTE.format(ctas=args.ctas), "device": torch.cuda.get_device_name(), "cases": []}
+    report = {"note": NOTE.format(ctas=args.ctas), "device": torch.cuda.get_device_name(), "cases": [], "auto": []}
     report |= {"torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
     print(report["note"])
     for name in args.shapes.split(","):
         rank = lib.Rank(lib.SHAPES[name], args.emulate_ranks, args.layers, 8 if name.startswith("qwen") else 2)
         for gbps in map(float, args.link_gbps.split(",")):
             rank.connect(lib.EmulatedExchange(args.emulate_ranks, lib.Link(gbps, args.ctas), rank.shape.hidden))
-            for tokens in map(int, args.tokens.split(",")):
-                try:
-                    started = time.monotonic()
-                    with torch.inference_mode():
-                        case = run_case(rank, tokens, args.rounds, ms)
-                    report["cases"].append({"shape": name, "gbps": gbps, **case})
-                    show(name, gbps, case)
-                    print(f"    {time.monotonic() - started:.1f} s", flush=True)
-                except Exception:
-                    traceback.print_exc(limit=-6)
-                    torch.cuda.synchronize()
-                if args.json:
-                    args.json.write_text(json.dumps(report, indent=1))
+            with torch.inference_mode():
+                run_link(rank, args, report)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1))
         del rank
         torch.cuda.empty_cache()
     return 0
