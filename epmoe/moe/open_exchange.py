@@ -60,6 +60,6 @@ def _by_size(comm: Comm, shape: ExchangeShape, costs: Mapping[str, Cost]) -> ByS
             notes.append(str(error))
             if comm.on_nccl:
                 options.insert(0, Padded(comm, replace(shape, max_tokens=min(shape.max_tokens, PADDED_TOKENS))))
-    if not comm.on_nccl and len(options) == 1:
+    else:
         options.insert(0, OneShot(comm, shape))
     return BySize(options, {**defaults, **costs}, notes)
