@@ -22,6 +22,7 @@ from epmoe.moe.layer import MoELayer, gated_mlp
 from epmoe.moe.overlap import ATTENTION, EMBED, HEAD, MLP, Lane, Step, free_sms, open_travel, run_lanes
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.attention import AttentionBatch
+from epmoe.ops.blas import blas_sms
 from epmoe.ops.linear import linear
 from epmoe.ops.norm import add_rms_norm
 from epmoe.ops.rotary import rotary_table
@@ -93,7 +94,7 @@ class Decoder:
         first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
         num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
         stages = [self._lane((n, first[n]), batch, cache, observe, num_sms) for n, batch in enumerate(lanes)]
-        with nullcontext() if self.timeline is None else self.timeline.forward():
+        with blas_sms(num_sms), nullcontext() if self.timeline is None else self.timeline.forward():
             logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
