@@ -33,9 +33,9 @@ class Result:
     tokens_by_step: list[int]
 
 
-def drive(comm: Comm, config: dict, script: Script) -> Result:
-    """Run a script to its end on this rank; every rank calls it with the same arguments."""
-    engine = Engine(EngineConfig.from_dict(config), comm)
+def drive(comm: Comm, config: dict, script: Script, **options) -> Result:
+    """Run a script to its end on this rank; every rank calls it with the same arguments (``options`` of Engine)."""
+    engine = Engine(EngineConfig.from_dict(config), comm, **options)
     result = Result({}, {}, {}, {}, set(), [])
     _watch(engine, result, script.want_logits)
     due = sorted(script.requests, key=lambda r: (script.arrive.get(r[0], 0), r[0]))

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from moe_cases import loop_experts, relative, slots_of
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tiny
 
 from epmoe.ops.experts import ExpertOptions, interleave_gate_up
 from epmoe.ops.fp8 import FP8, dequantize
+
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+NOT_QUANTIZED = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight")
 
 
 class Fp8Weights(NamedTuple):
@@ -64,3 +78,26 @@ def check_experts(run, build, device: str, dtype: torch.dtype, sizes, rows=(1, 7
                 got = torch.where(pos_RK[..., None] >= 0, out_MD.cpu().float()[pos_RK.clamp(min=0)], 0.0)
                 error = relative(got, want)
                 assert error < 4e-2, (slots, hidden, features, top_k, count, kind, error)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def save_tiny_fp8(stored: Path, meant: Path) -> tuple[Path, Path]:
+    """A Qwen3-MoE whose linear layers are 8-bit floats, as the published ones store it, and the values it means."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2, "mlp_only_layers": [1]}
+    save_tiny(meant, "qwen3_moe", num_experts=4, top_k=2, **sizes)
+    shutil.copytree(meant, stored)
+    tensors, plain = load_file(meant / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and not any(part in name for part in NOT_QUANTIZED):
+            tensors[name], scale = quantize_blocks(weight)
+            tensors[f"{name}_scale_inv"] = scale.bfloat16()
+            weight = dequantize(tensors[name], scale.bfloat16(), torch.float32)
+        plain[name] = weight.contiguous()
+    save_file(tensors, stored / "model.safetensors")
+    save_file(plain, meant / "model.safetensors")
+    edit_config(stored, quantization_config=QUANTIZATION)
+    return stored, meant

@@ -1,16 +1,18 @@
 """Checkpoints of block-scaled 8-bit floats: dequantised, or kept for the experts; strictly accounted."""
 
-import json
 import shutil
+from functools import partial
 
 import fp8_cases
 import moe_cases
 import pytest
 import torch
+from drive import Script, drive
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 
 from epmoe.checkpoint import load_weights
+from epmoe.comm import Comm
 from epmoe.config import ModelConfig
 from epmoe.layout import empty_weights
 from epmoe.moe.layer import MoELayer
@@ -19,39 +21,13 @@ from epmoe.ops.fp8 import FP8, dequantize
 from epmoe.ops.moe_index import build_index_ref
 from placement.errors import UserError
 
-QUANTIZATION = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
-}
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A Qwen3-MoE whose linear layers are stored as 8-bit floats, as the published ones are, and what it means."""
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2, "mlp_only_layers": [1]}
-    meant = save_tiny(tmp_path_factory.mktemp("meant"), "qwen3_moe", num_experts=4, top_k=2, **sizes)
-    stored = shutil.copytree(meant, tmp_path_factory.mktemp("stored") / "fp8")
-    tensors, plain = load_file(meant / "model.safetensors"), {}
-    for name, weight in list(tensors.items()):
-        if weight.dim() == 2 and not any(part in name for part in KEPT):
-            tensors[name], scale = fp8_cases.quantize_blocks(weight)
-            tensors[f"{name}_scale_inv"] = scale.bfloat16()
-            weight = dequantize(tensors[name], scale.bfloat16(), torch.float32)
-        plain[name] = weight.contiguous()
-    save_file(tensors, stored / "model.safetensors")
-    save_file(plain, meant / "model.safetensors")
-    edit_config(stored, quantization_config=QUANTIZATION)
-    return stored, meant
-
-
-def edit_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    folder = tmp_path_factory.mktemp("fp8")
+    return fp8_cases.save_tiny_fp8(folder / "stored", folder / "meant")
 
 
 def load(folder, held=(3, 1), **options):
@@ -96,6 +72,25 @@ def test_the_layer_runs_kept_experts_as_such(pair):
     assert torch.equal(layer.experts(received), want)
 
 
+def run_engine(folder, keep_fp8: bool, requests, **settings):
+    config = {"model": str(folder), "max_model_len": 64, "num_blocks": 16, **settings}
+    comm = Comm(0, 1, torch.device("cpu"))
+    return drive(comm, config, Script(requests, want_logits=True), load=partial(load_weights, keep_fp8=keep_fp8))
+
+
+def test_the_engine_on_a_quantised_checkpoint(pair):
+    """Dequantised it is the checkpoint it means, to the bit; with experts kept at 8 bits it is near that."""
+    requests = [(i, list(range(3, 3 + n)), {"temperature": 0.0, "max_tokens": 4}) for i, n in enumerate((1, 9, 20))]
+    stored, meant = pair
+    want, got = run_engine(meant, False, requests), run_engine(stored, False, requests)
+    assert got.tokens == want.tokens
+    assert all(torch.equal(got.logits[key], logits) for key, logits in want.logits.items())
+    kept = run_engine(stored, True, requests)
+    for i, prompt, _ in requests:
+        ours, theirs = kept.logits[i, len(prompt)], want.logits[i, len(prompt)]
+        assert 0 < moe_cases.relative(ours, theirs) < 0.1
+
+
 def test_short_blocks_are_dequantised(tmp_path, pair):
     """Sizes that the kernels do not take."""
     config = ModelConfig.from_folder(pair[0])
@@ -138,7 +133,7 @@ def test_a_changed_checkpoint_is_one_line_that_says_how(mutation, pair, tmp_path
 
 def test_8_bit_matrices_without_a_word_in_the_config(pair, tmp_path):
     folder = shutil.copytree(pair[0], tmp_path / "copy")
-    edit_config(folder, quantization_config=None)
+    fp8_cases.edit_config(folder, quantization_config=None)
     with pytest.raises(UserError, match=r"\(F8_E4M3\)"):
         load(folder)
 
@@ -155,6 +150,6 @@ def test_8_bit_matrices_without_a_word_in_the_config(pair, tmp_path):
 )
 def test_other_quantisations_are_refused(changes, says, pair, tmp_path):
     folder = shutil.copytree(pair[0], tmp_path / "copy")
-    edit_config(folder, quantization_config={**QUANTIZATION, **changes})
+    fp8_cases.edit_config(folder, quantization_config={**fp8_cases.QUANTIZATION, **changes})
     with pytest.raises(UserError, match=says):
         ModelConfig.from_folder(folder)

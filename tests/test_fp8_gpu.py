@@ -1,10 +1,15 @@
 """8-bit experts on a GPU: equal to loops and twins, and bitwise batch-invariant in deterministic mode."""
 
+from functools import partial
+
 import fp8_cases
 import moe_cases
 import pytest
 import torch
+from drive import Script, drive
 
+from epmoe.checkpoint import load_weights
+from epmoe.comm import Comm
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions
 from epmoe.ops.experts_fp8 import BY_MEAN, expert_mlp_fp8_ref, expert_mlp_fp8_triton
@@ -75,3 +80,32 @@ def test_one_row(sizes):
         return out_MD
 
     fp8_cases.check_experts(run, build_index, "cuda", torch.bfloat16, (sizes,), (1,))
+
+
+def run_engine(folder, device: str, requests, **settings):
+    """On a CPU by the twins, with 8-bit experts there too."""
+    config = {"model": str(folder), "device": device, "max_model_len": 256, "num_blocks": 64, **settings}
+    comm = Comm(0, 1, torch.device(device))
+    return drive(comm, config, Script(requests, want_logits=True), load=partial(load_weights, keep_fp8=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    return fp8_cases.save_tiny_fp8(folder / "stored", folder / "meant")[0]
+
+
+REQUESTS = [(i, list(range(3, 3 + n)), {"temperature": 0.0, "max_tokens": 8}) for i, n in enumerate((1, 9, 100))]
+
+
+def test_the_engine_agrees_with_the_twins_on_a_cpu(checkpoint):
+    cpu, gpu = (run_engine(checkpoint, device, REQUESTS) for device in ("cpu", "cuda"))
+    for i, prompt, _ in REQUESTS:
+        assert moe_cases.relative(gpu.logits[i, len(prompt)], cpu.logits[i, len(prompt)].float()) < 2e-2
+
+
+def test_the_engine_is_bitwise_in_deterministic_mode(checkpoint):
+    settings = {"dtype": "bfloat16", "deterministic": True}
+    batch = run_engine(checkpoint, "cuda", REQUESTS, **settings)
+    alone = run_engine(checkpoint, "cuda", REQUESTS[2:], **settings, max_batch_tokens=33, max_requests=3)
+    assert all(torch.equal(logits, batch.logits[key]) for key, logits in alone.logits.items())
