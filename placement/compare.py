@@ -14,7 +14,7 @@ from placement.home_rules import choose_homes
 from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
 from placement.robust import shrunk_cap
-from placement.solution import Problem, Solution
+from placement.solution import Problem, Solution, figures
 from placement.states import layer_caps
 from placement.trace import Trace
 
@@ -67,6 +67,42 @@ def compare(
             yield _with_homes(problem, traces) if method.places_homes else _row(method(problem), problem, traces, bound)
         except UserError as error:
             skip(method.name, str(error))
+
+
+LOAD_FIGURES = ("compute_tail", "compute_tail_worst_layer", "compute_tail_equal", "compute_tail_lp")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadRow:
+    """One method on a load table: there are no tokens to hold out, so ``figures`` (``LOAD_FIGURES``) are of the table.
+
+    ``compute_tail`` is by the plan's replica rule with equal homes, ``compute_tail_equal`` where copies share evenly,
+    ``compute_tail_lp`` where they share as well as possible.
+    """
+
+    solution: Solution
+    figures: dict[str, float]
+
+    def to_dict(self) -> dict:
+        solution = self.solution.to_dict()
+        names = ("method", "seconds", "objective", "objective_name", "bound", "gap", "status")
+        return {"held_out": None, "train": self.figures, "homes": None} | {name: solution[name] for name in names}
+
+
+def compare_loads(
+    methods: Iterable[Method], problem: Problem, skip: Callable[[str, str], None], bound: float | None = None
+) -> Iterator[LoadRow]:
+    """One row per method that needs no tokens; arguments as of :func:`compare`."""
+    for method in methods:
+        try:
+            solution = with_bound(method(problem), problem, bound)
+        except UserError as error:
+            skip(method.name, str(error))
+            continue
+        load_LE, speed_W = problem.profile.load_LE, problem.topology.speed_W
+        found = figures(problem, solution.plan)
+        found["compute_tail_lp"] = float(cost.best_split_tail_L(load_LE, solution.plan, speed_W).mean())
+        yield LoadRow(solution, {name: found[name] for name in LOAD_FIGURES})
 
 
 def judge(solution: Solution, problem: Problem, trace: Trace, homes: np.ndarray | None = None) -> cost.Costs:

@@ -17,6 +17,7 @@ import numpy as np
 from placement.errors import UserError
 from placement.plan import Plan
 from placement.profile import Profile
+from placement.textfiles import parse_json, write_whole
 from placement.topology import Topology, uniform
 from placement.trace import Trace
 
@@ -44,9 +45,11 @@ class Calibration:
     def load(path: str | Path) -> Calibration:
         known = {f.name for f in fields(Calibration)}
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read calibration {path}: {error}") from None
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot read calibration {path}: {reason}; give a file that a benchmark wrote") from None
+        raw = parse_json(text, str(path), f"expected an {CALIBRATION_FORMAT} file")
         if not isinstance(raw, dict) or raw.get("format") != CALIBRATION_FORMAT or raw.keys() != known | {"format"}:
             raise UserError(f"{path} must be an object with format {CALIBRATION_FORMAT!r} and the keys {sorted(known)}")
         numbers = [raw[name] for name in known]
@@ -55,7 +58,7 @@ class Calibration:
         return Calibration(**{name: float(raw[name]) for name in known})
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}) + "\n")
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from placement.errors import UserError
 from placement.plan import FORMAT as PLAN_FORMAT
 from placement.plan import MoEShape, Plan, make_plan
 from placement.recording import read_text
+from placement.textfiles import parse_json
 
 PLAN_FORMATS = ("epmoe", "sglang", "vllm", "vllm-ascend")
 
@@ -75,10 +76,7 @@ def read_plan(
     """
     source = str(path)
     text = read_text(Path(path))
-    try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source} is not JSON ({error}); give a plan file, whole") from None
+    raw = parse_json(text, source, "give a plan file, whole")
     kind = kind or sniff_plan(raw, source)
     if kind == "epmoe":
         plan = Plan.from_json(text, source)

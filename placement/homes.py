@@ -23,6 +23,7 @@ import numpy as np
 
 from placement.errors import UserError
 from placement.plan import Plan
+from placement.textfiles import whole_file
 from placement.trace import Trace
 
 RIDGE = 30.0  # in units of the mean squared distance of a training request from the mean
@@ -38,7 +39,7 @@ class Affinity:
     tokenizer_sha256: str = ""
 
     def save(self, path: str | Path) -> None:
-        with open(path, "wb") as file:
+        with whole_file(path) as file:
             np.savez_compressed(
                 file,
                 token_rank=self.token_rank_VW,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from placement.errors import UserError
 from placement.plan import FORMAT as PLAN_FORMAT
 from placement.plan import MoEShape, Plan
 from placement.recording import read_text
+from placement.textfiles import parse_json
 from placement.trace import stream_trace
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -23,10 +23,7 @@ def shape_like(path: str | Path) -> MoEShape:
     if path.suffix == ".npz":
         return next(stream_trace(path)).shape
     text = read_text(path)
-    try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); give a config.json, a trace or a plan") from None
+    raw = parse_json(text, str(path), "give a config.json, a trace or a plan")
     if isinstance(raw, dict) and raw.get("format") == PLAN_FORMAT:
         return Plan.from_json(text, str(path)).shape
     return shape_from_config(raw, str(path))

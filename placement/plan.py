@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.errors import UserError
+from placement.textfiles import parse_json, write_whole
 
 FORMAT = "epmoe-plan/1"
 OWN_COPY = "own-copy"
@@ -162,10 +163,7 @@ class Plan:
     @staticmethod
     def from_json(text: str, source: str = "plan") -> Plan:
         """Parse and check; ``source`` names the file in errors."""
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{source} is not JSON ({error}); expected an {FORMAT} file") from None
+        raw = parse_json(text, source, f"expected an {FORMAT} file")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
             raise UserError(f"{source}: format is {found!r}, expected {FORMAT!r}; write it with epmoe-placement")
@@ -195,7 +193,7 @@ class Plan:
             raise UserError(f"{source}: a field has the wrong type ({error}); expected an {FORMAT} file") from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -16,7 +16,6 @@ Loads come back as a ``Profile`` without transitions: balance can be solved from
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from placement.profile import Profile, profile_trace
 from placement.readers_json import read_vllm, stream_jsonl
 from placement.readers_sglang import read_sglang
 from placement.recording import ReadOptions, make_load, make_trace, read_text
+from placement.textfiles import parse_json
 from placement.trace import Trace, join, shard_files, stream_trace
 
 FORMATS = ("epmoe", "sglang", "vllm", "jsonl", "exflow", "load")
@@ -133,10 +133,7 @@ def read_load_table(path: Path, options: ReadOptions) -> Profile:
 
 
 def _json_table(path: Path) -> np.ndarray:
-    try:
-        raw = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); is the file whole?") from None
+    raw = parse_json(read_text(path), str(path), "is the file whole?")
     if isinstance(raw, dict):
         name = next((n for n in ("logical_count", "load", "expert_load") if n in raw), None)
         if name is None:

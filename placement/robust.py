@@ -75,19 +75,32 @@ def shrunk_cap(problem: Problem, plan: Plan) -> float:
     Never below ``LEAST_CAP``: noise larger than that is not a placement's to remove.
     """
     assert problem.cap is not None and problem.train is not None
-    return max(LEAST_CAP, problem.cap - tail_rise(plan, problem.train, problem.topology.speed_W, problem.seed))
+    rise = tail_rise(plan, problem.train, problem.topology.speed_W, problem.seed, problem.whole_lens)
+    return max(LEAST_CAP, problem.cap - rise)
 
 
-def tail_rise(plan: Plan, trace: Trace, speed_W: np.ndarray | None = None, seed: int = 0) -> float:
-    """Expected rise of the mean compute tail from ``trace`` to as many unseen sequences of its kind."""
-    R, L, W = len(trace.seq_lens), plan.shape.num_layers, plan.ranks
+def tail_rise(
+    plan: Plan,
+    trace: Trace,
+    speed_W: np.ndarray | None = None,
+    seed: int = 0,
+    whole_lens: np.ndarray | None = None,
+) -> float:
+    """Expected rise of the mean compute tail from ``trace`` to as many unseen sequences of its kind.
+
+    ``whole_lens`` as in :class:`Problem`; requests have round-robin homes.
+    """
+    lens_R = trace.seq_lens if whole_lens is None else whole_lens
+    R, L, W = len(lens_R), plan.shape.num_layers, plan.ranks
     if R < 2:
         return 0.0
+    assert lens_R.sum() == trace.num_tokens, f"{lens_R.sum()} tokens in whole sequences, {trace.num_tokens} in requests"
     load_RLW = np.zeros((R, L, W))
-    request_T = np.repeat(np.arange(R), trace.seq_lens)
+    home_T1 = np.repeat(np.arange(len(trace.seq_lens)) % W, trace.seq_lens)[:, None]
+    sequence_T1 = np.repeat(np.arange(R), lens_R)[:, None]
     for layer in range(L):
-        rank_TK = plan.serve_rank_WLE[request_T[:, None] % W, layer, trace.expert_ids_TLK[:, layer].astype(np.intp)]
-        load_RLW[:, layer] = np.bincount((request_T[:, None] * W + rank_TK).ravel(), minlength=R * W).reshape(R, W)
+        rank_TK = plan.serve_rank_WLE[home_T1, layer, trace.expert_ids_TLK[:, layer].astype(np.intp)]
+        load_RLW[:, layer] = np.bincount((sequence_T1 * W + rank_TK).ravel(), minlength=R * W).reshape(R, W)
     rng = np.random.default_rng(seed)
     total_LW = load_RLW.sum(0)
     before = cost.compute_tail_L(total_LW, speed_W).mean()

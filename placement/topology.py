@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from placement.errors import UserError
+from placement.textfiles import parse_json, write_whole
 
 FORMAT = "epmoe-topology/1"
 NVLINK = 4.5e11  # bytes/s of one direction between two GPUs of a node where nothing is measured
@@ -76,10 +77,7 @@ class Topology:
 
     @staticmethod
     def from_json(text: str, source: str = "topology") -> Topology:
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{source} is not JSON ({error}); expected an {FORMAT} file") from None
+        raw = parse_json(text, source, f"expected an {FORMAT} file")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
             raise UserError(f"{source}: format is {found!r}, expected {FORMAT!r}")
@@ -102,7 +100,7 @@ class Topology:
             raise UserError(f"{source}: a field has the wrong type ({error}); expected an {FORMAT} file") from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Topology:

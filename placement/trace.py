@@ -26,6 +26,7 @@ import numpy as np
 
 from placement.errors import UserError
 from placement.plan import MoEShape
+from placement.textfiles import whole_file
 
 FORMAT = "epmoe-trace/1"
 
@@ -104,7 +105,7 @@ class Trace:
             arrays["expert_weights"] = self.expert_weights_TLK.astype(np.float16, copy=False)
         if self.homes is not None:
             arrays["homes"] = self.homes.astype(np.int32, copy=False)
-        with open(path, "wb") as file:  # savez would append .npz to a path without it
+        with whole_file(path) as file:  # savez would append .npz to a path without it
             np.savez_compressed(file, **arrays)
 
 

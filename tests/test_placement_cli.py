@@ -108,6 +108,30 @@ def test_compare_rows(run, tmp_path):
     assert np.isclose(rows[0]["held_out"]["dispatch_rows"], linear.dispatch_rows)
 
 
+def test_compare_by_loads_only(run, tmp_path):
+    line = "compare --trace load.csv --top-k 2 --gpus 4 --redundant 1 --seconds 0.5"
+    code, out, err = run(f"{line} --json {tmp_path}/J")
+    assert code == 0 and "equal split" in out and "homes left out" in err
+    rows = {row["method"]: row for row in json.loads((tmp_path / "J").read_text())}
+    assert {"linear", "lpt", "eplb", "balance", "joint"} <= rows.keys() and "homes" not in rows
+    load_LE = make_trace().load_LE()
+    for row in rows.values():
+        assert row["held_out"] is None and row["train"]["compute_tail_lp"] <= row["train"]["compute_tail"] + 1e-9
+    tail_L = load_LE.reshape(L, GPUS, -1).sum(-1).max(-1) / (load_LE.sum(-1) / GPUS)
+    plain = json.loads(ok(run("compare --trace load.csv --top-k 2 --gpus 4 --method linear --json -")))
+    assert np.isclose(plain[0]["train"]["compute_tail"], tail_L.mean())
+    code, _, err = run(f"{line} --plot {tmp_path}/p.png")
+    assert code == 2 and "loads do not tell" in err
+    code, _, err = run("compare --trace load.csv load.csv --top-k 2 --gpus 4")
+    assert code == 2 and "add them up" in err
+
+
+def test_requests_of_one_sequence_stay_on_one_side_of_the_split(run):
+    """40 sequences of 30 tokens as requests of 20 and 10: a share of the requests would cut one."""
+    out = json.loads(ok(run("solve --trace t.npz --gpus 4 --method linear --cut 20 --holdout 0.11 --json -")))
+    assert (out["train"]["tokens"], out["held_out"]["tokens"]) == (36 * 30, 4 * 30)
+
+
 def test_every_method_solves_and_is_compared(run, tmp_path):
     out = ok(run(f"compare --trace t.npz u.npz --gpus 4 --seconds 0.5 --json {tmp_path}/J"))
     rows = json.loads((tmp_path / "J").read_text())
@@ -282,7 +306,7 @@ MISTAKES = [
     ("solve --trace t.npz --gpus 4 --method linear --calibration linear.json", "epmoe-calibration/1"),
     ("compare --trace t.npz --gpus 4 --holdout 0", "--holdout"),
     ("compare --trace t.npz --gpus 4 --holdout 0.001", "leaves one side empty"),
-    ("compare --trace load.csv --top-k 2 --gpus 4", "loads only"),
+    ("compare --trace load.csv load.csv --top-k 2 --gpus 4", "add them up first"),
     ("compare --trace t.npz --gpus 4 --method linear nothing", "nothing"),
     ("compare --trace t.npz --gpus 4 --method linear --plot none/x.png", "no folder none"),
     ("compare --trace t.npz --gpus 4 --method linear --plot x.xyz", ".png"),

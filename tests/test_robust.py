@@ -29,6 +29,18 @@ def test_bootstrap_foretells_the_rise_of_the_tail():
     assert shrunk_cap(replace(problem, cap=1.0), plan) == LEAST_CAP
 
 
+def test_pieces_of_a_sequence_are_drawn_together():
+    """Pieces of one sequence rise and fall together: drawn one by one they would seem to even out."""
+    trace = random_trace(1600, 6, 16, 3)
+    pieces = replace(trace, seq_lens=np.full(400, 4))
+    plan = linear_plan(trace.shape, 4)
+    whole, apart = tail_rise(plan, trace), tail_rise(plan, pieces)
+    assert whole > 1.1 * apart
+    assert tail_rise(plan, pieces, whole_lens=trace.seq_lens) == whole
+    problem = make_problem(pieces, 4, cap=1.5, whole_lens=trace.seq_lens)
+    assert shrunk_cap(problem, plan) == pytest.approx(1.5 - whole)
+
+
 def test_one_sequence_cannot_be_resampled():
     trace = random_trace(12, 2, 8, 2)
     assert tail_rise(linear_plan(trace.shape, 2), trace) == 0.0

@@ -8,8 +8,8 @@ from dataclasses import replace
 from placement import methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
-from placement.cli.solve import add_solver_arguments, for_unseen, problem_of
-from placement.compare import FIGURES, Row, compare, sum_bound, term_bounds
+from placement.cli.solve import add_solver_arguments, for_unseen, problem_of, whole_lens
+from placement.compare import FIGURES, LoadRow, Row, compare, compare_loads, sum_bound, term_bounds
 from placement.errors import UserError
 from placement.report import plot_frontier
 from placement.solution import Problem
@@ -18,6 +18,9 @@ from placement.trace import join
 LEGEND = """\
 tail: fullest GPU over mean; dispatch, combine: rows to and from other ranks, per token and layer
 requests have round-robin homes, with method homes those that a probe of their first 32 tokens suggests"""
+LOAD_LEGEND = """\
+tail: fullest GPU over mean by the plan's replica rule
+equal split, best split: the same where copies share an expert's load evenly, or as well as possible"""
 BOUND_SECONDS = 4.0  # most that the bound that all methods share may take, about
 HELP = "run every method on the first part of the tokens and judge them on the rest"
 EXAMPLES = """\
@@ -25,6 +28,7 @@ examples:
   epmoe-placement compare --trace law.npz --gpus 8 --holdout 0.5 --json rows.json
   epmoe-placement compare --trace law.npz --gpus 8 --method linear eplb joint --seconds 60
   epmoe-placement compare --trace law.npz --nodes 2 --gpus-per-node 4 --redundant 1 --plot frontier.png
+  epmoe-placement compare --trace load.csv --top-k 8 --gpus 8 --redundant 1      (loads only: balance)
 
 All figures of the table are on held-out tokens and weigh tokens. Read load (tail) and locality or fan-out together:
 a plan without a load cap always looks good in the other two.
@@ -54,22 +58,20 @@ def run(args: argparse.Namespace) -> int:
     if not args.holdout:
         raise UserError("compare judges on tokens that no method has seen; give --holdout above 0")
     topology = inputs.load_topology(args)
+    loads = inputs.load_loads(args)
+    if loads is not None:
+        return _run_on_loads(args, chosen, problem_of(args, inputs.one_load(loads), topology))
     train, held = inputs.split_all(inputs.load_traces(args), args.holdout)
-    problem = for_unseen(problem_of(args, train, topology), args)
+    train, held, whole = inputs.cut_requests(train, args.cut), inputs.cut_requests(held, args.cut), whole_lens(train)
+    problem = for_unseen(problem_of(args, train, topology, whole_lens=whole), args)
     held_out = join(held, "held-out")
     rows: list[Row] = []
-
-    def skip(name: str, reason: str) -> None:
-        note(f"{name} left out: {reason}")
-
     bounds = term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4))
     bound = sum_bound(problem, bounds)
     for method in (methods.for_domains(each, train, args.worst) for each in chosen):
         with progress_line(method.name, None if method.places_homes else bound) as show:
-            rows += compare([method], replace(problem, progress=show), (problem.train, held_out), skip, bound)
-    if not rows:
-        raise UserError("no method could solve this; the notes say why")
-    content = [row.to_dict() for row in rows]
+            rows += compare([method], replace(problem, progress=show), (problem.train, held_out), _left_out, bound)
+    content = _content(rows)
     if args.json != "-":
         _show(rows, problem, held_out.num_tokens, bounds)
     if args.plot:
@@ -78,6 +80,48 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, content)
     return 0
+
+
+def _run_on_loads(args: argparse.Namespace, chosen: list[methods.Method], problem: Problem) -> int:
+    """The methods that need no tokens, judged on the load table itself."""
+    if args.plot:
+        raise UserError(
+            "the picture shows locality and rows, which loads do not tell; leave out --plot or record tokens"
+        )
+    rows: list[LoadRow] = []
+    bound = sum_bound(problem, term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4)))
+    for method in chosen:
+        with progress_line(method.name, bound) as show:
+            rows += compare_loads([method], replace(problem, progress=show), _left_out, bound)
+    content = _content(rows)
+    if args.json != "-":
+        _show_loads(rows, problem)
+    if args.json:
+        write_json(args.json, content)
+    return 0
+
+
+def _left_out(name: str, reason: str) -> None:
+    note(f"{name} left out: {reason}")
+
+
+def _content(rows: list[Row] | list[LoadRow]) -> list[dict]:
+    if not rows:
+        raise UserError("no method could solve this; the notes say why")
+    return [row.to_dict() for row in rows]
+
+
+def _show_loads(rows: list[LoadRow], problem: Problem) -> None:
+    table = []
+    for row in rows:
+        solution = row.solution
+        gap = None if solution.gap is None else f"{solution.gap:.1%}"
+        proof = [solution.objective, solution.bound, gap, solution.status, f"{solution.seconds:.2f}"]
+        table.append([solution.method, *row.figures.values(), *proof])
+    columns = ("method", "tail", "worst layer", "equal split", "best split", problem.objective.name)
+    columns += ("bound", "gap", "status", "seconds")
+    title = f"load balance on {problem.ranks} GPUs (loads only: judged on the table itself, nothing is held out)"
+    print_table(title, columns, table, LOAD_LEGEND)
 
 
 def _show(rows: list[Row], problem: Problem, held: int, bounds: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from placement.errors import UserError
 from placement.solution import Progress
+from placement.textfiles import write_whole
 
 _QUIET_SECONDS = 5.0  # between progress lines where stderr is no terminal
 
@@ -61,8 +62,9 @@ def write_json(path: str, content: object) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """The file holds the old content or all of the new one."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; give another path") from None
 

@@ -162,11 +162,18 @@ def load_traces(args: argparse.Namespace) -> list[Trace]:
         if not args.no_checks:
             require_sound(trace, note)
         traces[0].shape.require_same(trace.shape, traces[0].source, trace.source)
-    return [cut_requests(trace, args.cut) for trace in traces] if args.cut else traces
+    return traces
 
 
-def cut_requests(trace: Trace, most: int) -> Trace:
-    """The same tokens as requests of at most ``most`` tokens; a sequence's last piece may be shorter."""
+def cut_requests(traces: list[Trace], most: int | None) -> list[Trace]:
+    """The same tokens as requests of at most ``most`` tokens; a sequence's last piece may be shorter.
+
+    To be done after any split: pieces of one sequence belong on one side.
+    """
+    return traces if most is None else [_cut(trace, most) for trace in traces]
+
+
+def _cut(trace: Trace, most: int) -> Trace:
     lens = [piece for length in trace.seq_lens.tolist() for piece in cut_sequences(length, most)]
     return replace(trace, seq_lens=np.array(lens, np.int32))
 
@@ -177,6 +184,12 @@ def load_loads(args: argparse.Namespace) -> list[Profile] | None:
     if any(readers.holds_tokens(path, args.kind) for path in args.trace):
         return None
     return [readers.read_profile(path, options, args.kind) for path in args.trace]
+
+
+def one_load(loads: list[Profile]) -> Profile:
+    if len(loads) > 1:
+        raise UserError(f"{len(loads)} load tables were given; add them up first, or record tokens")
+    return loads[0]
 
 
 def split_all(traces: list[Trace], holdout: float) -> tuple[list[Trace], list[Trace]]:

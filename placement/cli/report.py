@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from placement.cli import inputs
@@ -12,6 +11,7 @@ from placement.errors import UserError
 from placement.plan import linear_plan
 from placement.recording import read_text
 from placement.report import Report, make_report, moved_copies, plot_report
+from placement.textfiles import parse_json
 from placement.trace import join
 
 HELP = "explain a plan on recorded tokens, beside another plan (default: linear)"
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     traces = inputs.load_traces(args)
     if args.holdout:
         traces = inputs.split_all(traces, args.holdout)[1]
-    trace = join(traces, "+".join(args.trace))
+    trace = join(inputs.cut_requests(traces, args.cut), "+".join(args.trace))
     plan = inputs.load_plan(args.plan, trace, args.gpus)
     topology = inputs.topology_for(plan, args)
     if args.before:
@@ -73,10 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _solution(path: str) -> dict:
-    try:
-        raw = json.loads(read_text(Path(path)))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); give what `solve --json` wrote") from None
+    raw = parse_json(read_text(Path(path)), path, "give what `solve --json` wrote")
     if not isinstance(raw, dict) or not {"history", "objective_name", "method", "status"} <= raw.keys():
         raise UserError(f"{path} is no solution; give what `solve --json` wrote")
     return raw

@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_writable(args.json)
-    trace = join(inputs.load_traces(args), "+".join(args.trace))
+    trace = join(inputs.cut_requests(inputs.load_traces(args), args.cut), "+".join(args.trace))
     calibration = inputs.load_calibration(args)
     rows, content = [], []
     for name in args.plan:

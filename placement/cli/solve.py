@@ -117,12 +117,19 @@ def run(args: argparse.Namespace) -> int:
     topology = inputs.load_topology(args)
     loads = inputs.load_loads(args)
     if loads is not None:
-        train, held = loads[0] if len(loads) == 1 else _no_mix(args), None
+        train, held, whole = inputs.one_load(loads), None, None
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
+        train, whole = inputs.cut_requests(train, args.cut), whole_lens(train)
+        held = held and join(inputs.cut_requests(held, args.cut), "held-out")
     usual = "dispatch_rows" if method.places_homes else methods.MIXED.name
-    moves = {"old_plan": _old_plan(args, train), "max_moves": args.max_moves, "move_price": args.move_price}
-    problem = problem_of(args, train, topology, usual, **moves)
+    extra = {
+        "whole_lens": whole,
+        "old_plan": _old_plan(args, train),
+        "max_moves": args.max_moves,
+        "move_price": args.move_price,
+    }
+    problem = problem_of(args, train, topology, usual, **extra)
     if method.searches:
         problem = for_unseen(problem, args)
     found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
@@ -207,18 +214,18 @@ def describe(found: Found, problem: Problem, held: Trace | None, args: argparse.
     return result
 
 
-def _split(traces: list[Trace], holdout: float) -> tuple[list[Trace], Trace | None]:
+def whole_lens(traces: list[Trace]) -> np.ndarray:
+    """int64: tokens of every recorded sequence."""
+    return np.concatenate([trace.seq_lens for trace in traces]).astype(np.int64)
+
+
+def _split(traces: list[Trace], holdout: float) -> tuple[list[Trace], list[Trace] | None]:
     if not holdout:
         return traces, None
     if any(len(trace.seq_lens) * min(holdout, 1 - holdout) < 0.5 for trace in traces):
         note("too few sequences to hold any out: no figures on unseen tokens (record more)")
         return traces, None
-    train, held = inputs.split_all(traces, holdout)
-    return train, join(held, "held-out")
-
-
-def _no_mix(args: argparse.Namespace):
-    raise UserError(f"{len(args.trace)} load tables were given; add them up first, or record tokens")
+    return inputs.split_all(traces, holdout)
 
 
 def _old_plan(args: argparse.Namespace, train) -> Plan | None:
