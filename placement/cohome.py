@@ -1,8 +1,10 @@
 """Placement and homes together: alternate between assigning requests to homes and placing experts for them.
 
-First a joint anneal without homes (fan-out and locality, which makes ranks that belong together over all layers); then
-rounds of: homes of the training requests under the present plan, balanced; exchanges that lower dispatch rows for these
-homes, from warm to cold.  Spare slots get copies for the homes, and both are bettered in turn.
+First a joint anneal without homes (fan-out and locality, which makes ranks that belong together over all layers).  Then
+rounds of: homes of the training requests under the present plan, balanced; a new anneal of every layer for these homes,
+from a temperature at which little of the old layer is left.  Under given homes the layers of a plan cost rows
+independently of each other, and two anneals of one layer end one or two per cent apart; so each layer keeps the better
+of old and new, and the rounds are also restarts.  Spare slots get copies for the homes, and rounds go on with them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import numpy as np
 
 from placement.errors import UserError
 from placement.homes import Affinity, assign_homes, fit_affinity, remote_rows_RW
-from placement.joint import Budget, add_copies, improve, start_layout
-from placement.layout import Layout, draw_sample, plan_of
+from placement.joint import Budget, add_copies, improve, layer_limits, start_layout
+from placement.layout import Layout, Sample, draw_sample, home_weights, plan_of, weights_of
 from placement.solution import Objective, Problem, Solution, finish
 
-WARM, COLD = 0.15, 0.03
-ROUNDS = 6
-STARTS = 2
+HOME_SLACK = 1.09  # most tokens of a home over the mean
+HOT, COLD = 0.25, 0.1  # of a round; below COLD exchanges only undo each other
+WARM = 0.12  # of the last round, which fits the plan to its homes without leaving its basin
+ROUNDS, COPY_ROUNDS = 6, 5
+STARTS, START_SHARE = 2, 0.2
 BEFORE_HOMES = Objective("fan_out and locality", terms=(("fan_out", 1.0), ("locality", -2.5)))
 
 
@@ -29,7 +33,9 @@ def solve_homes(problem: Problem) -> Solution:
     return place_with_homes(problem)[0]
 
 
-def place_with_homes(problem: Problem, slack: float = 1.08, probe: int = 32) -> tuple[Solution, np.ndarray, Affinity]:
+def place_with_homes(
+    problem: Problem, slack: float = HOME_SLACK, probe: int = 32
+) -> tuple[Solution, np.ndarray, Affinity]:
     """(solution, homes of the training requests, affinity for new ones).
 
     Args:
@@ -42,13 +48,14 @@ def place_with_homes(problem: Problem, slack: float = 1.08, probe: int = 32) -> 
     started, trace = time.perf_counter(), problem.train
     problem = replace(problem, homes=None)
     layout, history = _best_start(problem, slack, started)
-    rounds = ROUNDS + (ROUNDS // 2 if problem.spare_slots else 0)
+    rounds = ROUNDS + (COPY_ROUNDS if problem.spare_slots else 0)
     for step in range(rounds):
         homes = assign_homes(-remote_rows_RW(plan_of(problem, layout), trace), trace.seq_lens, slack)
         problem = replace(problem, homes=homes)
         now = time.perf_counter()
         share = (problem.seconds - (now - started)) / (rounds - step)
-        layout = _round(problem, layout, step, Budget(now, max(share, 0.02 * problem.seconds)))
+        budget = Budget(now, max(share, 0.02 * problem.seconds), WARM if step == rounds - 1 else HOT, COLD)
+        layout = _round(problem, layout, step >= ROUNDS, budget)
         history.append((time.perf_counter() - started, _rows(problem, layout), None))
     plan = plan_of(problem, layout)
     homes = assign_homes(-remote_rows_RW(plan, trace), trace.seq_lens, slack)
@@ -58,12 +65,12 @@ def place_with_homes(problem: Problem, slack: float = 1.08, probe: int = 32) -> 
 
 
 def _best_start(problem: Problem, slack: float, started: float) -> tuple[Layout, list]:
-    """The anneal without homes that leaves fewest rows once homes are chosen: later rounds rarely leave its basin."""
+    """The anneal without homes that leaves fewest rows once homes are chosen."""
     best, history = None, []
     for start in range(STARTS):
         seed = problem.seed + 1_000_003 * start
         first = replace(problem, objective=BEFORE_HOMES, seed=seed)
-        budget = Budget(time.perf_counter(), 0.3 * problem.seconds / STARTS)
+        budget = Budget(time.perf_counter(), START_SHARE * problem.seconds / STARTS)
         layout, _ = improve(first, draw_sample(first), start_layout(first), budget)
         scores_RW = -remote_rows_RW(plan_of(problem, layout), problem.train)
         homes = assign_homes(scores_RW, problem.train.seq_lens, slack)
@@ -74,15 +81,45 @@ def _best_start(problem: Problem, slack: float, started: float) -> tuple[Layout,
     return best[1], history
 
 
-def _round(problem: Problem, layout: Layout, step: int, budget: Budget) -> Layout:
+def _round(problem: Problem, layout: Layout, copies: bool, budget: Budget) -> Layout:
+    """A new anneal of all layers; with ``copies`` every slot is used afterwards."""
     sample = draw_sample(problem)
-    if step >= ROUNDS:  # copies belong to homes: only once those have settled
+    if copies:  # copies belong to homes: only once those have settled
         layout = add_copies(problem, sample, layout)
         left = budget.seconds - (time.perf_counter() - budget.started)
-        budget = Budget(time.perf_counter(), max(left, 0.2 * budget.seconds))
-    done = min(step, ROUNDS - 1) / (ROUNDS - 1)
-    layout, _ = improve(problem, sample, layout, replace(budget, hot=WARM * (COLD / WARM) ** done))
-    return layout
+        budget = replace(budget, started=time.perf_counter(), seconds=max(left, 0.2 * budget.seconds))
+    found, _ = improve(problem, sample, layout, budget)
+    if weights_of(problem).locality:
+        return found  # layers bind each other: they cannot be chosen one by one
+    return _better_layers(problem, sample, layout, found)
+
+
+def _better_layers(problem: Problem, sample: Sample, old: Layout, new: Layout) -> Layout:
+    """Each layer from the layout in which it is nearer its cap, or as near and causes fewer rows."""
+    judged = [zip(_excess(problem, sample, each), _layer_rows(problem, sample, each)) for each in (old, new)]
+    chosen = [new if b <= a else old for a, b in zip(*judged)]
+    layers = range(len(chosen))
+    return Layout(*([getattr(chosen[i], part)[i] for i in layers] for part in ("expert", "rank", "serve")))
+
+
+def _excess(problem: Problem, sample: Sample, layout: Layout) -> list[float]:
+    """Load of each layer above its cap, as a share of all load, in steps that rounding does not cross."""
+    over = []
+    for limit, rank_S in zip(layer_limits(problem, sample, layout), layout.rank):
+        load_W = np.bincount(rank_S, limit.load_DS[0], problem.ranks)
+        over.append(round(float(np.maximum(load_W - limit.cap_DW[0], 0).sum() / max(load_W.sum(), 1e-12)), 4))
+    return over
+
+
+def _layer_rows(problem: Problem, sample: Sample, layout: Layout) -> list[float]:
+    """Cost of each layer's rows for the sample's tokens."""
+    weight_TW, token_T1 = home_weights(problem)[sample.home_T], np.arange(len(sample.home_T))[:, None]
+    rows = []
+    for layer, (rank_S, serve_HE) in enumerate(zip(layout.rank, layout.serve)):
+        reached_TW = np.zeros(weight_TW.shape, bool)
+        reached_TW[token_T1, rank_S[serve_HE[sample.home_T[:, None], sample.ids_TLK[:, layer]]]] = True
+        rows.append(float(weight_TW[reached_TW].sum(dtype=np.float64)))
+    return rows
 
 
 def _rows(problem: Problem, layout: Layout) -> float:

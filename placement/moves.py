@@ -25,6 +25,7 @@ import numpy as np
 
 _ONE_ITEM = 1 << 16  # count and sum of items share an integer: count << 16 | sum of item numbers
 _ONE = np.float32(1)
+_NEVER = 1 << 40  # in the code of a (rank, token) that costs nothing: no number of items there matters
 _PRESSURE = 10.0  # cost of a (token, choice) pair above a cap; no exchange saves that much per pair it moves
 
 
@@ -67,12 +68,20 @@ class LayerSearch:
         copies_S = np.bincount(data.expert_S)[data.expert_S]
         self.replicated = bool((copies_S > 1).any())
         self.rank_S = rank_S.astype(np.intp).copy()
-        self._fill()
+        self.weight_WT, self.scale = data.weight_WT, np.float32(data.scale)
+        free_WT = None
+        if data.weight_WT is not None and data.weight_WT.size:
+            most, free_WT = data.weight_WT.max(), data.weight_WT == 0
+            if (free_WT | (data.weight_WT == most)).all():  # as with equal links: count where a row costs, weigh later
+                self.weight_WT, self.scale = None, np.float32(most)
+        self._fill(free_WT)
 
-    def _fill(self) -> None:
+    def _fill(self, free_WT: np.ndarray | None) -> None:
         data, S, W = self.data, self.S, self.W
         T = len(data.item_TK)
         self.code_WT = np.zeros((W, T), np.intp)
+        if free_WT is not None:
+            self.code_WT[free_WT] = _NEVER
         cell = self.rank_S[data.item_TK] * T + np.arange(T)[:, None]
         np.add.at(self.code_WT.reshape(-1), cell.ravel(), (data.item_TK + _ONE_ITEM).ravel())
         # rows 0..S-1: alone; S..S+W-1: absent; the last takes tokens with two or more items on the rank
@@ -88,9 +97,10 @@ class LayerSearch:
 
     def row_cost(self) -> float:
         """The first sum of the module's docstring."""
-        reached_WT = self.code_WT > 0
-        weight_WT = self.data.weight_WT
-        return float(reached_WT.sum()) if weight_WT is None else float(weight_WT[reached_WT].sum(dtype=np.float64))
+        reached_WT = (self.code_WT > 0) & (self.code_WT < _NEVER)
+        if self.weight_WT is not None:
+            return float(self.weight_WT[reached_WT].sum(dtype=np.float64))
+        return float(reached_WT.sum()) * (1.0 if self.data.weight_WT is None else float(self.scale))
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the ranks of two items."""
@@ -123,7 +133,7 @@ class LayerSearch:
 
     def deltas(self, linear_SW: np.ndarray, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """float32 ``[rows, S]``: change of the objective if row's and column's item change places; inf: illegal."""
-        rank_S, S, scale = self.rank_S, self.S, np.float32(self.data.scale)
+        rank_S, S, scale = self.rank_S, self.S, self.scale
         alone_SS, absent_WS = self.table[:S], self.table[S:-1]
         at = np.arange(S)
         cost_SW = absent_WS.T * scale + linear_SW
@@ -168,21 +178,28 @@ class LayerSearch:
         return bad
 
     def anneal(self, linear_SW: np.ndarray, heat: Heat, noise: Noise) -> int:
-        """Exchanges drawn with odds ``exp(-delta / temperature)``; returns how many were made."""
-        made = 0
-        window = min(self.S, heat.rows)
-        for step in range(heat.steps):
+        """Exchanges drawn with odds ``exp(-delta / temperature)``; returns how many were made.
+
+        Exchanges between distinct pairs of ranks change nothing for each other, so several are drawn at a time.
+        """
+        made, window, picks = 0, min(self.S, heat.rows), picks_of(self.W)
+        for step in range(0, heat.steps, picks):
             temperature = np.float32(heat.start * (heat.stop / heat.start) ** (step / heat.steps))
             rows = slice(None) if window == self.S else noise.some(self.S, window)
-            delta = self.deltas(linear_SW, rows).reshape(-1)
-            key = noise.gumbel(delta.size) * temperature
+            delta = self.deltas(linear_SW, rows)
+            key = noise.gumbel(delta.size).reshape(delta.shape) * temperature
             key -= delta
-            pick = int(key.argmax())
-            if delta[pick] == np.inf:
-                continue
-            a, b = divmod(pick, self.S)
-            self.swap(a if window == self.S else int(rows[a]), b)
-            made += 1
+            for left in range(min(picks, heat.steps - step), 0, -1):
+                row, b = divmod(int(key.argmax()), self.S)
+                if key[row, b] == -np.inf:
+                    break
+                a = row if window == self.S else int(rows[row])
+                if left > 1:
+                    near_S = (self.rank_S == self.rank_S[a]) | (self.rank_S == self.rank_S[b])
+                    key[:, near_S] = -np.inf
+                    key[near_S[rows]] = -np.inf
+                self.swap(a, b)
+                made += 1
         return made
 
     def descend(self, linear_SW: np.ndarray, limit: int) -> int:
@@ -197,35 +214,45 @@ class LayerSearch:
 
     def _weights(self, rank: int, tokens: np.ndarray) -> np.ndarray | np.float32:
         """Weight of each (token, choice) on ``rank``, flat."""
-        if self.data.weight_WT is None:
+        if self.weight_WT is None:
             return _ONE
-        return np.repeat(self.data.weight_WT[rank].take(tokens), self.data.item_TK.shape[1])
+        return np.repeat(self.weight_WT[rank].take(tokens), self.data.item_TK.shape[1])
 
     def _take(self, item: int, rank: int) -> None:
         tokens, code_T = self.tokens[item], self.code_WT[rank]
         code = code_T.take(tokens)
         code -= _ONE_ITEM + item
         code_T[tokens] = code
-        few = np.flatnonzero(code < 2 * _ONE_ITEM)
-        tokens, code = tokens.take(few), code.take(few)
-        row = np.where(code == 0, self.S + rank, code - _ONE_ITEM) * self.S
-        cell = row[:, None] + self.data.item_TK.take(tokens, 0)
-        np.add.at(self.table.reshape(-1), cell.ravel(), self._weights(rank, tokens))
+        self.table[self.S + rank] += self.table[item]  # tokens that had it alone there now reach the rank no more
         self.table[item] = 0
+        self._partners(np.add, rank, tokens, code)
 
     def _put(self, item: int, rank: int) -> None:
         tokens, code_T = self.tokens[item], self.code_WT[rank]
         code = code_T.take(tokens)
         code_T[tokens] = code + (_ONE_ITEM + item)
-        few = np.flatnonzero(code < 2 * _ONE_ITEM)
-        tokens, code = tokens.take(few), code.take(few)
-        items = self.data.item_TK.take(tokens, 0)
-        none = code == 0
-        row = np.where(none, self.S + rank, code - _ONE_ITEM) * self.S
-        np.subtract.at(self.table.reshape(-1), (row[:, None] + items).ravel(), self._weights(rank, tokens))
-        now_alone = items[none].ravel()
-        weights = None if self.data.weight_WT is None else self._weights(rank, tokens.compress(none))
-        self.table[item] = np.bincount(now_alone, weights, self.S)
+        new = tokens.compress(code == 0)
+        weights = None if self.weight_WT is None else self._weights(rank, new)
+        alone = np.bincount(self.data.item_TK.take(new, 0).ravel(), weights, self.S)
+        self.table[item] = alone
+        self.table[self.S + rank] -= self.table[item]
+        self._partners(np.subtract, rank, tokens, code)
+
+    def _partners(self, change: np.ufunc, rank: int, tokens: np.ndarray, code: np.ndarray) -> None:
+        """Tokens with one item on ``rank`` by ``code``: it is alone there without the item that moves."""
+        few = np.flatnonzero((code < 2 * _ONE_ITEM) & (code > 0))
+        tokens = tokens.take(few)
+        row = code.take(few)
+        row -= _ONE_ITEM
+        row *= self.S
+        cell = self.data.item_TK.take(tokens, 0)
+        cell += row[:, None]
+        change.at(self.table.reshape(-1), cell.ravel(), self._weights(rank, tokens))
+
+
+def picks_of(ranks: int) -> int:
+    """How many exchanges an anneal draws from one table of changes."""
+    return min(8, max(1, ranks // 4))
 
 
 @dataclass(frozen=True)

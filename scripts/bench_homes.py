@@ -2,7 +2,8 @@
 
 Sequences are split in halves file by file, then cut into requests; homes of held-out requests are chosen, as one
 balanced batch, from the routing of a probe, from prompt token ids, or (unreachable in practice) from all their routing.
-The baseline is linear placement with round-robin homes.  All figures weigh tokens.
+The load cap comes from training sequences alone, by resampling.  The baseline is linear placement with round-robin
+homes.  All figures weigh tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from placement import cost  # noqa: E402
-from placement.cohome import place_with_homes  # noqa: E402
+from placement.cohome import HOME_SLACK, place_with_homes  # noqa: E402
+from placement.compare import cap_for_unseen  # noqa: E402
 from placement.homes import Affinity, assign_homes, remote_rows_RW, score_prompt, score_routing  # noqa: E402
 from placement.plan import Plan, linear_plan  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
@@ -31,6 +35,7 @@ EXAMPLES = """\
 examples:
   python scripts/bench_homes.py --traces ../shared/traces
   python scripts/bench_homes.py --case dsv2lite-8 --seconds 30 --json homes.json
+  python scripts/bench_homes.py --case dsv2lite-8 dsv2lite-8-redundant --seed 0 1 2 --split 0 1 2
   python scripts/bench_homes.py --case small-8 --cap 1.02 1.05 1.1 1.2 1.4 --plot frontier.png
 """
 
@@ -43,17 +48,16 @@ class Case:
     gpus: int
     redundant: int
     probe: int
-    cap: float
 
 
 CASES = {
-    "dsv2lite-8": Case(DSV2, 8, 0, 32, 1.035),
-    "dsv2lite-8-redundant": Case(DSV2, 8, 1, 32, 1.03),
-    "small-4": Case(SMALL, 4, 0, 64, 1.05),
-    "small-8": Case(SMALL, 8, 0, 64, 1.05),
+    "dsv2lite-8": Case(DSV2, 8, 0, 32),
+    "dsv2lite-8-redundant": Case(DSV2, 8, 1, 32),
+    "small-4": Case(SMALL, 4, 0, 64),
+    "small-8": Case(SMALL, 8, 0, 64),
 }
 REQUEST = 256
-TRAIN_SLACK, HELD_OUT_SLACK = 1.08, 1.095
+FIGURES = ("dispatch_rows", "compute_tail", "compute_tail_worst_layer", "compute_tail_lp", "home_tail", "fan_out")
 
 
 def main() -> None:
@@ -62,55 +66,90 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--cap", type=float, nargs="+", help="load caps on training tokens (default: each case's own)")
+    parser.add_argument(
+        "--unseen-cap",
+        type=float,
+        default=1.085,
+        metavar="X",
+        help="tail that unseen tokens should keep; resampling the training sequences says what cap that needs (1.085)",
+    )
+    parser.add_argument("--cap", type=float, nargs="+", help="load caps on training tokens themselves (a frontier)")
     parser.add_argument("--seconds", type=float, default=60.0, help="solver's budget per line (default 60)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--split",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="0: train on each file's first half of sequences; 1: on its second; N > 1: on a random half of seed N",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE.png", help="draw rows saved against compute tail")
     args = parser.parse_args()
     rows = []
     for name in args.case:
-        for cap in args.cap or [CASES[name].cap]:
-            for row in run(name, replace(CASES[name], cap=cap), args):
+        for split, seed, cap in product(args.split, args.seed, args.cap or [None]):
+            for row in run(name, split, seed, cap, args):
                 rows.append(row)
-                print(
-                    f"{row['case']:>20} cap {row['cap']:.3f} homes from {row['homes_from']:>6}:"
-                    f" {row['saved_percent']:5.2f} % fewer dispatch rows, tail {row['compute_tail']:.4f} (best split"
-                    f" {row['compute_tail_lp']:.4f}),"
-                    f" home load {row['home_tail']:.3f}, solved in {row['seconds']:.0f} s",
-                    flush=True,
-                )
+                print(describe(row), flush=True)
+        summarise([row for row in rows if row["case"] == name], args)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if args.plot:
         plot(rows, args.plot)
 
 
-def run(name: str, case: Case, args: argparse.Namespace) -> list[dict]:
-    halves = [load_trace(args.traces / f"{file}.npz").split(0.5) for file in case.files]
+def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Namespace) -> list[dict]:
+    case = CASES[name]
+    halves = [split_file(load_trace(args.traces / f"{file}.npz"), split) for file in case.files]
+    whole_lens = np.concatenate([half[0].seq_lens for half in halves]).astype(np.int64)
     train, held_out = (join([requests(half[i]) for half in halves], name) for i in (0, 1))
     base = cost.evaluate(linear_plan(held_out.shape, case.gpus), held_out)
-    options = {"cap": case.cap, "seconds": args.seconds, "seed": args.seed, "redundant": case.redundant}
-    problem = make_problem(train, case.gpus, objective="dispatch_rows", **options)
-    solution, _, affinity = place_with_homes(problem, TRAIN_SLACK, case.probe)
+    options = {"cap": cap or args.unseen_cap, "seconds": args.seconds, "seed": seed, "redundant": case.redundant}
+    problem = make_problem(train, case.gpus, objective="dispatch_rows", whole_lens=whole_lens, **options)
+    if cap is None:
+        problem = replace(problem, cap=cap_for_unseen(problem))
+    processor = time.process_time()
+    solution, _, affinity = place_with_homes(problem, probe=case.probe)
     rows = []
     for source, score_RW in scores(solution.plan, held_out, affinity, case.probe).items():
-        homes = assign_homes(score_RW, held_out.seq_lens, HELD_OUT_SLACK)
+        homes = assign_homes(score_RW, held_out.seq_lens, HOME_SLACK)
         costs = cost.evaluate(solution.plan, held_out, homes=homes)
-        row = {"case": name, **asdict(case), "homes_from": source, "seconds": solution.seconds}
+        row = {"case": name, **asdict(case), "split": split, "seed": seed, "train_cap": problem.cap}
+        row |= {"homes_from": source, "seconds": solution.seconds, "processor": time.process_time() - processor}
         row["saved_percent"] = 100 * (1 - costs.dispatch_rows / base.dispatch_rows)
         row["linear_dispatch_rows"] = base.dispatch_rows
-        for figure in (
-            "dispatch_rows",
-            "compute_tail",
-            "compute_tail_worst_layer",
-            "compute_tail_lp",
-            "home_tail",
-            "fan_out",
-        ):
-            row[figure] = getattr(costs, figure)
-        rows.append(row)
+        rows.append(row | {figure: getattr(costs, figure) for figure in FIGURES})
     return rows
+
+
+def split_file(trace: Trace, split: int) -> tuple[Trace, Trace]:
+    """(train, held out): whole sequences, see ``--split``."""
+    count = len(trace.seq_lens)
+    order = np.random.default_rng(split).permutation(count) if split > 1 else np.arange(count)
+    first, second = np.sort(order[: count - count // 2]), np.sort(order[count - count // 2 :])
+    parts = trace.take_sequences(first), trace.take_sequences(second)
+    return parts[::-1] if split == 1 else parts
+
+
+def describe(row: dict) -> str:
+    return (
+        f"{row['case']:>20} split {row['split']} seed {row['seed']} cap {row['train_cap']:.4f} homes from"
+        f" {row['homes_from']:>6}: {row['saved_percent']:5.2f} % fewer dispatch rows, tail {row['compute_tail']:.4f}"
+        f" (best split {row['compute_tail_lp']:.4f}), home load {row['home_tail']:.3f}, {row['seconds']:.0f} s"
+    )
+
+
+def summarise(rows: list[dict], args: argparse.Namespace) -> None:
+    """Mean, spread and worst over seeds and splits."""
+    if args.cap or len(args.seed) * len(args.split) == 1:
+        return
+    for source in dict.fromkeys(row["homes_from"] for row in rows):
+        line = f"{rows[0]['case']:>20} homes from {source:>6}, {len(args.seed) * len(args.split)} runs:"
+        for figure, worst in (("saved_percent", min), ("compute_tail", max), ("home_tail", max)):
+            values = [row[figure] for row in rows if row["homes_from"] == source]
+            line += f" {figure} {np.mean(values):.3f} +- {np.std(values, ddof=1):.3f} (worst {worst(values):.3f})"
+        print(line, flush=True)
 
 
 def requests(trace: Trace) -> Trace:
