@@ -239,6 +239,7 @@ class Engine:
     def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
         started = time.perf_counter()
         tokens, extra = launched.tokens(), launched.extra()
+        self.runner.decoder.exchange.raise_if_failed()
         self.wait_seconds += time.perf_counter() - started
         kept = self.scheduler.commit(chunks, tokens)
         return [Output(r.id, [token], r.finish_reason, extra.get(r.id)) for r, token in kept]

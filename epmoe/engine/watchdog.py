@@ -14,12 +14,19 @@ class Stalled(RuntimeError):
     """No progress for too long.  ``waiting``: in a collective, so that the cause is probably another rank."""
 
 
-def watch(at: Position, limit_s: float, report: Callable[[Stalled], None], poll_s: float = 1.0) -> threading.Event:
+def watch(
+    at: Position,
+    limit_s: float,
+    report: Callable[[Stalled], None],
+    look: Callable[[], None] = lambda: None,
+    poll_s: float = 0.5,
+) -> threading.Event:
     """Start a thread that ends the process once ``at`` has not changed for ``limit_s`` seconds.
 
     Args:
         at: the position that the step loop keeps up to date (an idle loop still counts steps).
         report: called with the error first (it writes the error file).
+        look: called at every poll; looks after what may keep this rank from moving.
 
     Returns:
         set it to stop watching.
@@ -29,6 +36,7 @@ def watch(at: Position, limit_s: float, report: Callable[[Stalled], None], poll_
     def run() -> None:
         seen, still = astuple(at), 0.0
         while not done.wait(poll_s):
+            look()
             now = astuple(at)
             still = still + poll_s if now == seen else 0.0
             seen = now

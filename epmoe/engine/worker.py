@@ -38,7 +38,8 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
         device, shared = own_device(info, config)
         comm = open_comm(info.rank, info.world, device, info.init_method, timeout_s, shared)
         engine = Engine(config, comm)
-        watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error))
+        exchange = engine.runner.decoder.exchange
+        watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error), exchange.watch_peers)
         serve(engine, info)
         close_comm(comm)
     except BaseException as error:

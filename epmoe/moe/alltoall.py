@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from epmoe.comm import Comm, Pending
-from epmoe.moe.exchange import ExchangeShape, Received, Traffic, ranks_hit, ranks_of
+from epmoe.moe.exchange import ExchangeShape, RaisesItself, Received, Traffic, ranks_hit, ranks_of
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
 
@@ -68,7 +68,7 @@ class Returning:
     home: Home
 
 
-class AllToAll:
+class AllToAll(RaisesItself):
     """See the module's docstring and the contract in ``moe.exchange``."""
 
     name = "alltoall"

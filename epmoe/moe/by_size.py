@@ -131,3 +131,11 @@ class BySize:
         for option in self.options:
             total = total + option.traffic()
         return total
+
+    def raise_if_failed(self) -> None:
+        for option in self.options:
+            option.raise_if_failed()
+
+    def watch_peers(self) -> None:
+        for option in self.options:
+            option.watch_peers()

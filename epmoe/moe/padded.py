@@ -13,7 +13,7 @@ from math import ceil
 import torch
 
 from epmoe.comm import Comm, Pending
-from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
+from epmoe.moe.exchange import LANES, ExchangeShape, RaisesItself, Received, Traffic
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
 from epmoe.ops.padded_rows import COUNT, OVERFLOW, BlockLayout, Packed, pack_answers, pack_rows
@@ -46,7 +46,7 @@ class Returning:
     sending: Sending
 
 
-class Padded:
+class Padded(RaisesItself):
     """See the module's docstring and the contract in ``moe.exchange``.
 
     A lane has one buffer to send from and one to receive in; each is used by dispatch, then by combine.
