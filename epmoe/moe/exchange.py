@@ -82,7 +82,8 @@ class Received:
 
     ``R_cap`` and ``M_cap`` are host ints that bound the rows and the pairs; everything else is on the device:
     ``count_W`` rows from each rank (int32), ``index`` (``offset_L1``, ``row_M``, ``pos_RK``), and ``weight_RK`` in
-    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.
+    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.  ``summed``: the
+    experts are to return each row's weighted sum, ``[R, D]``, in place of its pairs' outputs.
     """
 
     rows_RD: torch.Tensor
@@ -92,6 +93,7 @@ class Received:
     count_W: torch.Tensor
     index: MoEIndex
     weight_RK: torch.Tensor | None
+    summed: bool = False
 
 
 @dataclass

@@ -21,10 +21,12 @@ class Local:
     weight_TK: torch.Tensor
     pos_TK: torch.Tensor | None = None
     out_MD: torch.Tensor | None = None
+    summed: bool = False
 
 
 class LocalExchange(RaisesItself):
-    """The answer's rows are the experts' rows, so both combine modes are the same sum."""
+    """The answer's rows are the experts' rows, so both combine modes are the same sum; in reduce mode the experts form
+    that of a single token themselves, in one kernel with their second product."""
 
     name = "local"
     capturable = True
@@ -35,6 +37,7 @@ class LocalExchange(RaisesItself):
         assert comm.world == 1, f"{comm.world} ranks need an exchange that reaches them"
         self.comm, self.shape = comm, shape
         self._traffic = Traffic.none(1)
+        self._count_W: dict[int, torch.Tensor] = {}  # by number of rows
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         pass
@@ -52,13 +55,19 @@ class LocalExchange(RaisesItself):
     def dispatch_end(self, sending: Local, num_slots: int) -> tuple[Received, Local]:
         rows_TD, index = sending.rows_TD, build_index(sending.slot_TK, num_slots)
         T, K = sending.slot_TK.shape
-        count_W = torch.full((1,), T, dtype=torch.int32, device=rows_TD.device)
-        return Received(rows_TD, T, T * K, T * K, count_W, index, None), replace(sending, pos_TK=index.pos_RK)
+        if T not in self._count_W:
+            self._count_W[T] = torch.full((1,), T, dtype=torch.int32, device=rows_TD.device)
+        summed = self.shape.combine == "reduce" and T == 1 and rows_TD.is_cuda
+        weight_RK = sending.weight_TK if summed else None
+        received = Received(rows_TD, T, T * K, T * K, self._count_W[T], index, weight_RK, summed)
+        return received, replace(sending, pos_TK=index.pos_RK, summed=summed)
 
     def combine_begin(self, out_MD: torch.Tensor, route: Local) -> Local:
         return replace(route, out_MD=out_MD)
 
     def combine_end(self, returning: Local, add_TD: torch.Tensor | None = None) -> torch.Tensor:
+        if returning.summed:
+            return returning.out_MD if add_TD is None else returning.out_MD + add_TD
         return weighted_sum(returning.out_MD, returning.pos_TK, returning.weight_TK, add_TD)
 
     def traffic(self) -> Traffic:
