@@ -67,10 +67,10 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         raise UserError(f"--tokens has {bad[0]}; a step to measure has at least 1 token")
     path = Path(args.output) if args.output else tuned_file()
     known = read_tuned(path) if path.is_file() else Tuned(())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(str(path))
     if not has_gpu():
         raise UserError("no GPU is visible, and epmoe tune measures on one; run it where the model will run")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(str(path))
     console = Console(stderr=True, highlight=False)
     print_case = (lambda case: None) if args.json else (lambda case: console.print(line(case), soft_wrap=True))
     cases = measure(shape, dtype, sorted(set(args.tokens)), console, print_case)
