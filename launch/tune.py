@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     known = read_tuned(path) if path.is_file() else Tuned(())
     if not has_gpu():
         raise UserError("no GPU is visible, and epmoe tune measures on one; run it where the model will run")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # said better below
+        path.parent.mkdir(parents=True, exist_ok=True)
     require_writable(str(path))
     console = Console(stderr=True, highlight=False)
     print_case = (lambda case: None) if args.json else (lambda case: console.print(line(case), soft_wrap=True))
