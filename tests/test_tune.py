@@ -150,3 +150,21 @@ def test_runs_read_the_users_file_on_a_gpu_only(monkeypatch, tmp_path):
     assert Tuned.from_json(args._tuned_text(str(tmp_path / "other.json"), on_cpu=False)).cases == CASES[:1]
     with pytest.raises(UserError, match="gone.json"):
         args._tuned_text(str(tmp_path / "gone.json"), on_cpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_measured_tiles_are_taken_by_the_layer(dtype, capsys, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("left out: no CUDA device")
+    path = tmp_path / "tuned.json"
+    argv = ["tune", "--shape", "4,2,256,128", "--tokens", "1", "40", "--dtype", dtype, "-o", str(path), "--json"]
+    assert main(argv) == 0
+    cases = json.loads(capsys.readouterr().out)
+    assert [case["tokens"] for case in cases] == [1, 40]
+    assert all(0 < case["tuned_us"] <= case["heuristic_us"] for case in cases)
+    weights = type("Weights", (), {"down": torch.empty(4, 256, 128, dtype=getattr(torch, dtype), device="cuda")})
+    tuned = tune.read_tuned(path)
+    for case in tuned.cases:
+        x_TD = torch.empty(case.tokens, 256, dtype=torch.bfloat16, device="cuda")
+        assert ExpertOptions(tuned=tuned).measured(x_TD, case.tokens * 2, weights) == case.choice
