@@ -12,6 +12,7 @@ device time between the end of a step's graph and the start of the next one's.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -47,6 +48,8 @@ def main() -> int:
         f"weights of {engine.load_report.bytes_total / 1e9:.1f} GB made in {engine.load_report.seconds:.1f} s",
         flush=True,
     )
+    gc.collect()
+    gc.freeze()  # as a rank does once it is ready
     for batch in batches:
         try:
             report["cases"].append(case(engine, batch, args))
@@ -76,20 +79,21 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
         engine.step([])
     context = sum(r.computed for r in engine.scheduler.running) / batch + args.steps / 2
     marks = Marks(engine)
-    before, began = counters(engine), time.perf_counter()
+    before = counters(engine)
+    engine.step([])  # every step ends with the tokens of the one before: the clock runs from one such end to another
+    waited, began = engine.wait_seconds, time.perf_counter()
     outputs = sum(len(output.tokens) for _ in range(args.steps) for output in engine.step([]))
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
+    seconds, wait_s = time.perf_counter() - began, engine.wait_seconds - waited
     gap_us, graph_us = marks.close()
     after = counters(engine)
     assert outputs == batch * args.steps, (outputs, batch, args.steps)
-    active = (after["active"] - before["active"]) / len(config.moe_layers) / args.steps
+    active = (after["active"] - before["active"]) / len(config.moe_layers) / (args.steps + 1)
     floor_s = lib.decode_bytes(config, active, batch, context) / (args.bandwidth * 1e12)
-    wait_s = after["wait"] - before["wait"]
     try:
+        host = lib.host_breakdown(lambda: engine.step([]), 8)
         breakdown = lib.kernel_breakdown(lambda: engine.step([]), 3)
     except Exception as error:  # a profiler that fails costs the breakdown, not the case
-        breakdown = {"us": {}, "kernels": 0, "top": [], "error": repr(error)}
+        breakdown, host = {"us": {}, "kernels": 0, "top": [], "error": repr(error)}, []
     engine.step([{"op": "abort", "id": first + n} for n in range(batch)])
     while not engine.idle:
         engine.step([])
@@ -99,7 +103,7 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
         "limit_tokens_per_s": batch / floor_s, "share_of_limit": floor_s / step_s, "active_experts": active,
         "host_share": 1 - wait_s / seconds, "host_us": (seconds - wait_s) / args.steps * 1e6, "graph_us": graph_us,
         "gap_us": gap_us, "replays": after["replays"] - before["replays"], "prefill_s": prefill_s,
-        "breakdown": breakdown,
+        "breakdown": breakdown, "host": host,
     }  # fmt: skip
 
 
@@ -134,7 +138,7 @@ class Marks:
 
 def counters(engine: Engine) -> dict:
     report = engine.report()
-    return {"active": sum(report["active_L"]), "wait": report["wait_seconds"], "replays": report["graph_replays"]}
+    return {"active": sum(report["active_L"]), "replays": report["graph_replays"]}
 
 
 def show(case: dict) -> None:
@@ -150,6 +154,7 @@ def show(case: dict) -> None:
           f"sum {sum(case['breakdown']['us'].values()):.0f}, {case['breakdown']['kernels']:.0f} kernels")  # fmt: skip
     for line in case["breakdown"]["top"]:
         print("       ", *line)
+    print("     host us a step:", "; ".join(f"{name} {us:.0f} ({calls:.0f})" for name, us, calls in case["host"][:16]))
 
 
 def arguments() -> argparse.Namespace:

@@ -3,7 +3,9 @@ machine's ceilings, and where a step's time goes."""
 
 from __future__ import annotations
 
+import cProfile
 import json
+import pstats
 import re
 import subprocess
 import tempfile
@@ -202,18 +204,24 @@ def clocks() -> str:
 
 
 def kernel_breakdown(run: Callable[[], object], steps: int) -> dict:
-    """Device microseconds per step by part, over ``steps`` calls; ``kernels``: launches a step."""
+    """Device microseconds per step by part, over ``steps`` calls; ``kernels``: launches a step.
+
+    A kernel may start while the one before it still runs (programmatic dependent launch) and wait there; its time is
+    counted from the end of the one before, so that the parts add up to the time in which any kernel ran.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
             run()
         torch.cuda.synchronize()
+    device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     total: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = total.setdefault(event.name, [0.0, 0])
-            entry[0] += event.self_device_time_total / steps
-            entry[1] += 1 / steps
+    end = 0.0
+    for event in sorted(device, key=lambda event: event.time_range.start):
+        entry = total.setdefault(event.name, [0.0, 0])
+        entry[0] += max(0.0, event.time_range.end - max(event.time_range.start, end)) / steps
+        entry[1] += 1 / steps
+        end = max(end, event.time_range.end)
     parts: dict[str, float] = {}
     for name, (us, _) in total.items():
         part = next((part for part, pattern in NAMINGS if re.search(pattern, name)), "other")
@@ -222,5 +230,20 @@ def kernel_breakdown(run: Callable[[], object], steps: int) -> dict:
     return {
         "us": dict(sorted(parts.items(), key=lambda item: -item[1])),
         "kernels": sum(count for _, count in total.values()),
-        "top": [(name[:90], round(us, 1), count) for name, (us, count) in top],
+        "top": [(name[:90], round(us, 1), round(count)) for name, (us, count) in top],
     }
+
+
+def host_breakdown(run: Callable[[], object], steps: int) -> list[tuple[str, float, float]]:
+    """(function, microseconds a step in itself, calls a step) on the host, longest first, profiler cost included."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        run()
+    profile.disable()
+    found = pstats.Stats(profile).stats.items()
+    rows = [
+        (f"{Path(file).name}:{line} {name}", own * 1e6 / steps, calls / steps)
+        for (file, line, name), (_, calls, own, _, _) in found
+    ]
+    return sorted(rows, key=lambda row: -row[1])[:30]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -72,6 +73,8 @@ def serve(engine: Engine, info: RankInfo) -> None:
     def send(op: str, **fields) -> None:
         outputs.send(msgpack.packb({"op": op, "rank": info.rank, **fields}))
 
+    gc.collect()
+    gc.freeze()  # what is alive now stays: a collection that went through it would hold up a step
     report = engine.load_report
     send("ready", report={**report.__dict__, "num_blocks": engine.pool.num_blocks, "combine": engine.engine.combine})
     started = time.perf_counter()

@@ -3,7 +3,8 @@ the host.  What it computes is `ops.sampling.sample`; cuts agree with it to the 
 
 A cut keeps the tokens down to some place in the order (larger logit first, then lower id).  That place is found by
 bisection over the bits of the logits: floats, seen as integers with the sign folded, compare as they do as numbers, so
-32 passes over a row that stays in the L2 cache find the k-th logit, and 32 more the logit at which p is reached.
+16 passes of two bits over a row that stays in the L2 cache find the k-th logit, and 16 more the one at which p is
+reached.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
-BLOCK = 4096
+BLOCK = 16384
 SPAN = 8192  # tokens of the vocabulary that one program draws from
 
 
@@ -46,9 +47,17 @@ def _ordered(x):
 
 
 @triton.jit
-def _scaled(logits_ptr, v, V, temperature):
+def _tokens(logits_ptr, start, V, BLOCK: tl.constexpr):
+    """Ids from ``start`` on, their logits, and these in order as integers."""
+    v = start + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x, tl.zeros_like(x) + temperature)
+    return v, x, _ordered(x)
+
+
+@triton.jit
+def _weight(x, peak, temperature, BY_MASS: tl.constexpr):
+    """What a token counts: its probability relative to the likeliest one's, or 1."""
+    return tl.exp((x - peak) / temperature) if BY_MASS else tl.zeros_like(x) + 1.0
 
 
 @triton.jit
@@ -56,22 +65,20 @@ def _reached(logits_ptr, V, temperature, peak, bound, floor, last, BY_MASS: tl.c
     """How many, or the mass of those, that lie at or above ``bound`` and are kept by the cut (floor, last)."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        y = _scaled(logits_ptr, v, V, temperature)
-        order = _ordered(y)
+        v, x, order = _tokens(logits_ptr, start, V, BLOCK)
         inside = (v < V) & (order >= bound) & ((order > floor) | ((order == floor) & (v <= last)))
-        total += tl.where(inside, tl.exp(y - peak) if BY_MASS else 1.0, 0.0)
+        total += tl.where(inside, _weight(x, peak, temperature, BY_MASS), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _nth_tie(logits_ptr, V, temperature, bound, count, BLOCK: tl.constexpr):
+def _nth_tie(logits_ptr, V, bound, count, BLOCK: tl.constexpr):
     """Id of the ``count``-th token (from 1) whose logit is exactly ``bound``; V if there are fewer."""
     seen = V * 0
     found = V + 0
     for start in range(0, V, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        tie = ((v < V) & (_ordered(_scaled(logits_ptr, v, V, temperature)) == bound)).to(tl.int32)
+        v, _, order = _tokens(logits_ptr, start, V, BLOCK)
+        tie = ((v < V) & (order == bound)).to(tl.int32)
         rank = seen + tl.cumsum(tie, 0)
         found = tl.minimum(found, tl.min(tl.where((tie == 1) & (rank == count), v, V), 0))
         seen += tl.sum(tie, 0)
@@ -82,11 +89,19 @@ def _nth_tie(logits_ptr, V, temperature, bound, count, BLOCK: tl.constexpr):
 def _bound(logits_ptr, V, temperature, peak, wanted, floor, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit (ordered) such that ``wanted`` tokens, or that mass, lie at or above it."""
     bound = tl.zeros([], tl.uint32)
-    bit = tl.full([], 1 << 31, tl.uint32)
-    for _ in range(32):
-        reached = _reached(logits_ptr, V, temperature, peak, bound | bit, floor, last, BY_MASS, BLOCK)
-        bound = tl.where(reached >= wanted, bound | bit, bound)
-        bit = bit >> 1
+    bit = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        one, two, three = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            v, x, order = _tokens(logits_ptr, start, V, BLOCK)
+            inside = (v < V) & ((order > floor) | ((order == floor) & (v <= last)))
+            weight = tl.where(inside, _weight(x, peak, temperature, BY_MASS), 0.0)
+            one += tl.where(order >= bound + bit, weight, 0.0)
+            two += tl.where(order >= bound + 2 * bit, weight, 0.0)
+            three += tl.where(order >= bound + 3 * bit, weight, 0.0)
+        steps = (tl.sum(one, 0) >= wanted).to(tl.uint32) + (tl.sum(two, 0) >= wanted).to(tl.uint32)
+        bound += bit * (steps + (tl.sum(three, 0) >= wanted).to(tl.uint32))
+        bit = bit >> 2
     return bound
 
 
@@ -117,12 +132,13 @@ def _cut_kernel(
         logits_ptr += n * V
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(0, V, BLOCK):
-            best = tl.maximum(best, _scaled(logits_ptr, start + tl.arange(0, BLOCK), V, temperature))
+            _, x, _ = _tokens(logits_ptr, start, V, BLOCK)
+            best = tl.maximum(best, x)
         peak = tl.max(best, 0)
         if by_k:
             bound = _bound(logits_ptr, V, temperature, peak, top_k.to(tl.float32), floor, last, False, BLOCK)
             above = _reached(logits_ptr, V, temperature, peak, bound + 1, floor, last, False, BLOCK)
-            last = _nth_tie(logits_ptr, V, temperature, bound, top_k - above.to(tl.int32), BLOCK)
+            last = _nth_tie(logits_ptr, V, bound, top_k - above.to(tl.int32), BLOCK)
             floor = bound
         if top_p < 1:
             wanted = top_p * _reached(
@@ -136,7 +152,7 @@ def _cut_kernel(
                 ties -= _reached(logits_ptr, V, temperature, peak, bound + 1, floor, last, False, BLOCK)
                 each = (both - above) / tl.maximum(ties, 1.0)
                 count = tl.maximum(tl.ceil((wanted - above) / each), 1.0)
-                id = _nth_tie(logits_ptr, V, temperature, bound, tl.minimum(count, ties).to(tl.int32), BLOCK)
+                id = _nth_tie(logits_ptr, V, bound, tl.minimum(count, ties).to(tl.int32), BLOCK)
                 last = tl.where(bound == floor, tl.minimum(last, id), id)
                 floor = bound
     tl.store(floor_ptr + n, floor.to(tl.int32, bitcast=True))
@@ -183,11 +199,11 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + n)
     score = tl.load(logits_ptr + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
     if temperature > 0:
-        y = tl.div_rn(score, tl.zeros_like(score) + temperature)
-        order, floor = _ordered(y), tl.load(floor_ptr + n).to(tl.uint32, bitcast=True)
+        order, floor = _ordered(score), tl.load(floor_ptr + n).to(tl.uint32, bitcast=True)
         kept = (order > floor) | ((order == floor) & (v <= tl.load(last_ptr + n)))
-        kept = kept & (tl.exp(y - tl.load(peak_ptr + n)) >= tl.load(min_p_ptr + n))
-        score = tl.where(kept & (v < V), y + _gumbel(tl.load(key_ptr + n), v), float("-inf"))
+        kept = kept & (_weight(score, tl.load(peak_ptr + n), temperature, True) >= tl.load(min_p_ptr + n))
+        scaled = tl.div_rn(score, tl.zeros_like(score) + temperature)
+        score = tl.where(kept & (v < V), scaled + _gumbel(tl.load(key_ptr + n), v), float("-inf"))
     best, at = tl.max(score, 0, return_indices=True)
     spot = n * tl.num_programs(1) + part
     tl.store(best_ptr + spot, best)
