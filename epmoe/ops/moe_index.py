@@ -23,6 +23,7 @@ from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 CHUNK, RUN = 128, 1024
 ONE_KERNEL_PAIRS = 1024
+SCAN_RUNS = 16
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,21 @@ def _count_kernel(slot_ptr, count_ptr, pairs, L2: tl.constexpr, RUN: tl.constexp
     tl.store(count_ptr + run * L2 + tl.arange(0, L2), count)
 
 
+@triton.jit(do_not_specialize=["runs"])
+def _scan_kernel(count_ptr, runs, L2: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr):
+    """count[r, l] -> the pairs of slot l in runs before r; row ``runs`` gets those of all runs."""
+    wait_for_inputs(PDL)
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([COLS], tl.int32)
+    for start in range(0, runs, 32):
+        r = start + tl.arange(0, 32)
+        ptrs = count_ptr + r[:, None] * L2 + column[None, :]
+        count = tl.load(ptrs, mask=(r < runs)[:, None], other=0)
+        tl.store(ptrs, total[None, :] + tl.cumsum(count, 0) - count, mask=(r < runs)[:, None])
+        total += tl.sum(count, 0)
+    tl.store(count_ptr + runs * L2 + column, total)
+
+
 @triton.jit
 def _sum_counts(count_ptr, start, stop, L2: tl.constexpr):
     total = tl.zeros([L2], tl.int32)
@@ -154,18 +170,24 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
+    SCANNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program c places the pairs of chunk c: first pair of the slot + earlier pairs of it.
 
-    Earlier pairs are counted from the runs' counts, then in this run, then in this chunk.  Without ``count_ptr`` (few
-    pairs) every program counts all pairs itself, which saves a kernel.
+    Earlier pairs are counted from the runs' counts, then in this run, then in this chunk.  With many runs a kernel
+    between has summed their counts; without ``count_ptr`` (few pairs) every program counts all pairs itself.
     """
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     if count_ptr is None:
         before = _histogram(slot_ptr, 0, chunk * CHUNK, L2, CHUNK)
         count = before + _histogram(slot_ptr, chunk * CHUNK, pairs, L2, CHUNK)
+    elif SCANNED:
+        run = chunk * CHUNK // RUN
+        before = tl.load(count_ptr + run * L2 + tl.arange(0, L2))
+        count = tl.load(count_ptr + tl.cdiv(pairs, RUN) * L2 + tl.arange(0, L2))
+        before += _histogram(slot_ptr, run * RUN, chunk * CHUNK, L2, CHUNK)
     else:
         run = chunk * CHUNK // RUN
         before = _sum_counts(count_ptr, 0, run, L2)
@@ -191,7 +213,7 @@ def _place_kernel(
 
 
 def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None = None, tail: int = 0) -> MoEIndex:
-    """`build_index_ref` in one kernel (two from 1024 pairs on), with the `BlockSchedule` of ``rows`` and ``tail``."""
+    """`build_index_ref` in one kernel (more pairs: two, then three), with the schedule of ``rows`` and ``tail``."""
     slot_RK = slot_RK.contiguous()
     pairs, device = slot_RK.numel(), slot_RK.device
     rows = rows or block_rows(pairs, num_slots)
@@ -203,10 +225,13 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
     if pairs:
         small = pairs <= ONE_KERNEL_PAIRS
         runs, bins = triton.cdiv(pairs, RUN), max(triton.next_power_of_2(num_slots), 16)
-        count = None if small else torch.empty((runs, bins), dtype=torch.int32, device=device)
+        count = None if small else torch.empty((runs + 1, bins), dtype=torch.int32, device=device)
         options = pdl_options(slot_RK)
+        scanned = not small and runs >= SCAN_RUNS
         if not small:
             _count_kernel[(runs,)](slot_RK, count, pairs, L2=bins, RUN=RUN, num_warps=8, **options)
+        if scanned:
+            _scan_kernel[(bins // 16,)](count, runs, L2=bins, COLS=16, num_warps=4, **options)
         _place_kernel[(triton.cdiv(pairs, CHUNK),)](
             slot_RK,
             count,
@@ -223,6 +248,7 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
             CHUNK=CHUNK,
             STEP=32,
             RUN=RUN,
+            SCANNED=scanned,
             rows=rows,
             tail=tail,
             num_warps=4,

@@ -235,6 +235,8 @@ def _route_kernel(
             far = _rounded(_rounded(best[:, None] - x, STEP) / tl.maximum(tl.abs(x), best[:, None]), STEP)
             near = tl.where(far > 2 * RULE.jitter, float("-inf"), choice)
             value = 1.0 / tl.sum(tl.exp(near - best[:, None]), 1)
+        elif bias_ptr is None and RULE.groups == 1:
+            value = best
         else:
             value = tl.sum(tl.where(hit, score, 0.0), 1)
         picked = tl.where(j == k, value[:, None], picked)

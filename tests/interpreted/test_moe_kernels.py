@@ -35,9 +35,10 @@ def test_router_rounds_to_the_logits_dtype(name, dtype):
     moe_cases.check_router(route_triton, name, "cpu", dtype)
 
 
-@pytest.mark.parametrize("one_kernel", [True, False])
-def test_index(one_kernel, monkeypatch):
-    monkeypatch.setattr(moe_index, "ONE_KERNEL_PAIRS", 1 << 30 if one_kernel else 0)
+@pytest.mark.parametrize("kernels", [1, 2, 3])
+def test_index(kernels, monkeypatch):
+    monkeypatch.setattr(moe_index, "ONE_KERNEL_PAIRS", 1 << 30 if kernels == 1 else 0)
+    monkeypatch.setattr(moe_index, "SCAN_RUNS", 1 if kernels == 3 else 1 << 30)
     monkeypatch.setattr(moe_index, "CHUNK", 64)
     monkeypatch.setattr(moe_index, "RUN", 256)
     moe_cases.check_index(build_index_triton, "cpu")
