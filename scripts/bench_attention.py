@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -204,6 +205,29 @@ def time_case(timer: lib.Timer, case: Case, block_size: int) -> dict:
     return result
 
 
+def compile_kernels(job: tuple[str, int]) -> str | None:
+    """Compile what the cases of one kind use at one block size, on tiny lengths; the error if it fails."""
+    kind, block_size = job
+    try:
+        for shape in {case.shape for case in CASES[kind]}:
+            for deterministic in (False, True):
+                for lens in (((1, 300),) * 2, ((40, 300), (1, 20))):
+                    if kind != "decode" or lens[0][0] == 1:
+                        Problem(Case("", shape, lens), block_size, deterministic).run()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {str(error)[-300:]}"
+
+
+def compile_all(kinds: list[str], block_sizes: list[int]) -> None:
+    """Side by side in processes, through the cache on disk."""
+    jobs = [(kind, size) for kind in kinds if kind in CASES for size in block_sizes]
+    with get_context("spawn").Pool(8) as pool:
+        for error in pool.imap_unordered(compile_kernels, jobs):
+            if error:
+                print("does not compile", error)
+
+
 def rest_cases(tokens: int) -> dict:
     """Norm, qkv split and linear layers of Qwen3-30B-A3B: name -> (calls over rotating weights, bytes, flops)."""
     D, heads, kv_heads, d, vocabulary = 2048, 32, 4, 128, 151_936
@@ -259,17 +283,20 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     left = lambda: args.seconds - (time.monotonic() - start)  # noqa: E731
+    kinds, block_sizes = args.only.split(","), [int(size) for size in args.block_size.split(",")]
+    compile_all(kinds, block_sizes)
+    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     timer = lib.Timer()
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     report |= {"triton": triton.__version__, "device": torch.cuda.get_device_name(), "cases": []}
     report["ceilings"] = lib.ceilings(timer)
     print({k: report[k] for k in ("device", "torch", "triton", "ceilings")}, flush=True)
-    for kind in args.only.split(","):
+    for kind in kinds:
         if kind == "rest":
             report["cases"] += run_rest(timer, report["ceilings"], left)
             continue
         for case in CASES[kind]:
-            for block_size in map(int, args.block_size.split(",")):
+            for block_size in block_sizes:
                 if left() < 5:
                     print(f"out of time before {case.name}")
                     continue

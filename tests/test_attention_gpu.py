@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attention_cases
+import layer_cases
 import pytest
 import torch
 
@@ -39,10 +40,14 @@ def test_blocks_as_long_as_tiles(block_size, dtype, tiled):
 
 
 @MODES
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", attention_cases.LATENT, ids=str)
-def test_latent(shape, dtype, tiled):
-    attention_cases.check_latent(shape, dtype, "cuda", tiled, [1, 15, 17, 66, 130, 300])
+def test_latent(shape, tiled):
+    attention_cases.check_latent(shape, torch.bfloat16, "cuda", tiled, [1, 15, 17, 66, 130, 300])
+
+
+@MODES
+def test_latent_in_float32(tiled):
+    attention_cases.check_latent(attention_cases.LATENT[0], torch.float32, "cuda", tiled, [1, 15, 17, 66, 130])
 
 
 @pytest.mark.parametrize("heads", [(32, 4, 128), (4, 2, 24)], ids=str)
@@ -72,3 +77,10 @@ def test_a_captured_decode_is_right_for_every_filling():
             graph.replay()
         cache.require_right(out[: len(chosen)], spans)
         assert (out[len(chosen) :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_kernels_equal_their_twins(dtype):
+    layer_cases.check_norms(dtype, "cuda")
+    layer_cases.check_qkv(dtype, "cuda")
+    layer_cases.check_vector(dtype, "cuda")

@@ -144,7 +144,7 @@ def _merge_kernel(
         tl.store(out_ptr + out_row * D + d, acc / total, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequence_stride", "block_stride"])
 def _attend_kernel(
     q_ptr,
     cache,
@@ -249,7 +249,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         SPLIT=work.split,
         TMA=tma,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=pipeline_stages(tiling, q_THd.dtype, tma),
         **pdl_options(q_THd),
     )
     if work.split:
@@ -275,6 +275,13 @@ def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, wo
         num_warps=2 if D <= 128 else 4,
         **pdl_options(out_THd),
     )
+
+
+def pipeline_stages(tiling: Tiling, dtype: torch.dtype, tma: bool) -> int:
+    """Loads through pointers spend two stages on the block numbers; float32 tiles fill the memory of two."""
+    if dtype == torch.float32:
+        return 2
+    return tiling.stages if tma else tiling.stages + 2
 
 
 def takes_descriptor(cache_HBSd: torch.Tensor, tiling: Tiling) -> bool:

@@ -52,7 +52,7 @@ def _attend_latents(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequence_stride", "block_stride"])
 def _latent_kernel(
     q_ptr,
     cache_ptr,
