@@ -192,7 +192,7 @@ class EngineConfig:
         graphs: run decode steps as CUDA graphs, on a GPU and with an exchange that can be captured.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
         overlap: "on" cuts every step in two lanes, so that each computes while the other's rows travel; "off" none;
-            "auto" those that gain by it.
+            "auto" those that gain by it, as some steps of made-up tokens at start-up say.
         timeline: time every stage of every step (see ``moe.timeline``).
         probe_tokens: run this many tokens of a longer prompt first and move the request, before the rest, to the rank
             that serves most of the experts they chose (0: off).

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
-from tiny_checkpoints import save_tiny
 
-from epmoe.config import ModelConfig
-from epmoe.moe.lane_cost import StageTimes, choose_lanes, estimate, split_time, unsplit_time
+from epmoe.moe.lane_cost import StageTimes, choose_lanes, split_time, unsplit_time
 from epmoe.moe.makespan import COMPUTE, LAYER, LINK, Task, best_makespan, layer_tasks, lower_bound, makespan
 
 
@@ -89,14 +86,3 @@ def test_half_lanes_of_no_overhead_take_the_makespan_of_the_schedule():
     table = times(1.0)
     assert unsplit_time((1000,) * 2, table) == pytest.approx(4 * 4 * 1000)
     assert split_time((1000,) * 2, table) == pytest.approx(4 * 4 * 500 + 500, rel=0.01)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_estimate_splits_prefill_and_not_decode(tmp_path, exact):
-    small = ModelConfig.from_folder(save_tiny(tmp_path, "qwen3_moe"))
-    model = replace(
-        small, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, num_experts=128, top_k=8,
-        moe_intermediate_size=768,
-    )  # fmt: skip
-    table = estimate(model, 8, exact)
-    assert [choose_lanes((T,) * 8, table) for T in (1, 16, 64, 4096, 8192)] == [1, 1, 1, 2, 2]

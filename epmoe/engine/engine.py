@@ -27,8 +27,9 @@ from epmoe.engine.runner import Kind, Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler, longest, most_in_lane
 from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
-from epmoe.moe.exchange import Exchange, ExchangeShape
-from epmoe.moe.lane_cost import StageTimes, choose_lanes, estimate
+from epmoe.moe.calibrate import measure_stages
+from epmoe.moe.exchange import Exchange, ExchangeShape, Traffic
+from epmoe.moe.lane_cost import StageTimes, choose_lanes
 from epmoe.moe.open_exchange import open_exchange
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.tuned import Tuned
@@ -113,12 +114,14 @@ class Engine:
         self.probes = ProbeScores(self.plan, self.affinity, comm.device) if probing else None
         observers = (self.loads, self.recorder, self.probes)
         observe = observe_all([each for each in observers if each is not None])
+        cache = new_cache(self.model, engine, num_blocks, comm.device)
         self.stage_times = None
-        if engine.overlap == "auto" and comm.world > 1 and comm.device.type == "cuda":
-            self.stage_times = estimate(self.model, comm.world, engine.combine == "exact")
+        if engine.overlap == "auto" and comm.world > 1:
+            self.stage_times = measure_stages(decoder, cache, engine.max_batch_tokens, engine.max_model_len)
+        self.rehearsed = Traffic.none(comm.world) + exchange.traffic()
         if engine.timeline:
             decoder.timeline = Timeline(comm)
-        self.runner = Runner(decoder, new_cache(self.model, engine, num_blocks, comm.device), engine, observe)
+        self.runner = Runner(decoder, cache, engine, observe)
         self.idle = True
         self.stopping = False
         self.steps = self.forwards = self.reruns = 0
@@ -174,7 +177,7 @@ class Engine:
             "preemptions": self.scheduler.preemptions,
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
-            **exchange_report(self.runner.decoder.exchange),
+            **exchange_report(self.runner.decoder.exchange, self.rehearsed),
         }
 
     # -- parts of a step ----------------------------------------------------------------------------------------
@@ -327,9 +330,9 @@ def exchange_shape(engine: EngineConfig, model: ModelConfig, plan: Plan) -> Exch
     )
 
 
-def exchange_report(exchange: Exchange) -> dict:
-    """What travelled since the start."""
-    traffic = exchange.traffic()
+def exchange_report(exchange: Exchange, before: Traffic) -> dict:
+    """What travelled since ``before``."""
+    traffic = exchange.traffic() - before
     return {
         "sent_rows": traffic.rows_W.tolist(),
         "exchange": exchange.name,

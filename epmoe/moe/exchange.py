@@ -118,6 +118,10 @@ class Traffic:
         mine, theirs = vars(self), vars(other)
         return Traffic(**{key: mine[key] + theirs[key] for key in mine})
 
+    def __sub__(self, other: Traffic) -> Traffic:
+        mine, theirs = vars(self), vars(other)
+        return Traffic(**{key: mine[key] - theirs[key] for key in mine})
+
     def report(self, row_bytes: int) -> dict:
         """As JSON; ``fan_out`` is distinct ranks per token, ``padding`` the share of dispatched bytes that are no
         hidden rows."""

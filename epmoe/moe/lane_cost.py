@@ -1,9 +1,8 @@
 """One lane or two: which is faster for a step, from each rank's tokens and the stages' times.
 
 Two lanes hide communication under compute, and pay for it: every stage runs twice at half the size, the experts'
-weights are read twice, and small kernels do not get faster by half.  The times are measured ones where there are
-(`StageTimes` of a calibration), else those of a roofline (`estimate`).  Pure functions: all ranks compute them from the
-same headers and agree.
+weights are read twice, and small kernels do not get faster by half.  Pure functions of the step's headers and of
+times that were measured at start-up (`moe.calibrate`), both the same on all ranks: so all agree.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from epmoe.config import ModelConfig
 from epmoe.moe.makespan import LAYER, Task, layer_tasks, makespan
 
 LAYERS = 4  # of the graph that is compared; start and end weigh a little more than in a whole model
@@ -96,49 +94,3 @@ def _issue_order(tasks: Sequence[Task], lanes: int) -> list[int]:
 def _turn_starts(turns: int) -> list[int]:
     """Positions of the turns after the first one, an attention's counted with the sum before it."""
     return [k for k in range(1, turns) if k % len(TURNS)]
-
-
-@dataclass(frozen=True)
-class Device:
-    """What `estimate` assumes: products and memory in units per microsecond, what leaves a rank, and each stage's
-    overhead in microseconds."""
-
-    flops: float
-    bytes: float
-    link: float
-    kernel_us: float
-    message_us: float
-
-
-H200 = Device(flops=550e6, bytes=3.8e6, link=0.34e6, kernel_us=4.0, message_us=15.0)
-SIZES = (1, *(2**k for k in range(1, 16)))
-
-
-def estimate(model: ModelConfig, ranks: int, exact: bool, device: Device = H200) -> StageTimes:
-    """Times by roofline: 2-byte weights, balanced routing, attention's own products left out (it does not know how
-    long the sequences are)."""
-    D, K, F, E = model.hidden_size, model.top_k, model.moe_intermediate_size, model.num_experts
-    slots = E / ranks
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    remote = ranks * (1 - (1 - 1 / ranks) ** K) * (ranks - 1) / ranks
-    back = K * (ranks - 1) / ranks if exact else remote
-
-    def product(rows: float, weights: float, read: float = 1.0) -> float:
-        return max(2 * rows * weights / device.flops, 2 * weights * read / device.bytes)
-
-    def stages(T: int) -> dict[str, float]:
-        pairs = T * K / slots  # per slot
-        active = 1 - (1 - 1 / E) ** (T * ranks * K)
-        shared = 3 * D * (model.shared_intermediate_size or 0)
-        return {
-            "attention": 6 * device.kernel_us + product(T, D * heads),
-            "router": 2 * device.kernel_us + product(T, D * E),
-            "shared": (3 * device.kernel_us + product(T, shared)) if shared else 0.0,
-            "dispatch": device.message_us + T * remote * 2 * D / device.link,
-            "experts": 3 * device.kernel_us + slots * product(pairs, 3 * D * F, active),
-            "combine": device.message_us + T * back * 2 * D / device.link,
-            "sum": device.kernel_us + T * (K if exact else ranks) * 2 * D / device.bytes,
-        }
-
-    found = [stages(T) for T in SIZES]
-    return StageTimes.of(SIZES, {stage: [each[stage] for each in found] for stage in found[0]})
