@@ -31,7 +31,7 @@ PROGRAMS_PER_SM = 4
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and keys of a tile, the longest run of keys (None: all), warps and pipeline stages.
+    """Rows and keys of a tile, the longest run of keys (None: all), warps, pipeline stages, a limit of registers.
 
     ``exact``: runs are cut at multiples of ``run`` and every tile is masked alike, so that a row's bits depend on
     nothing but its own keys.
@@ -43,6 +43,7 @@ class Tiling:
     warps: int = 4
     stages: int = 3
     exact: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
