@@ -58,6 +58,7 @@ def child_environment(threads: int) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
     if not has_gpu():
         kept.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine listen on the loopback only
+    kept.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks that share a GPU may share its memory
     root = str(Path(__file__).resolve().parents[1])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # a source tree, found by sys.path
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))

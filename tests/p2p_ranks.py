@@ -186,3 +186,12 @@ def die_in_a_round(comm: Comm, case: Case, graphed: bool) -> str:
         except PeerFailed as error:
             return f"{error} ({time.monotonic() - begin:.1f} s)"
     return "nothing noticed"
+
+
+def drive_engine(comm: Comm, config: dict, script):
+    """The engine on this rank; logits come back on the CPU."""
+    from drive import drive
+
+    result = drive(comm, config, script)
+    result.logits = {key: logits.cpu() for key, logits in result.logits.items()}
+    return result

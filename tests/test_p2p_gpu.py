@@ -2,12 +2,18 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
+from drive import Script, drive, merge
 from p2p_cases import Case, VirtualExchange, inputs, lockstep_ranks, lockstep_round, reference
-from p2p_ranks import die_in_a_round, eager_rounds, graph_rounds, run_ranks
+from p2p_ranks import die_in_a_round, drive_engine, eager_rounds, graph_rounds, run_ranks
+from tiny_checkpoints import save_tiny
 
+from epmoe.comm import Comm
+from epmoe.config import ModelConfig
 from epmoe.ops.p2p_put import PutOptions
+from placement.plan import plan_from_ranks
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -71,3 +77,25 @@ def test_a_killed_rank_ends_the_others(graphed):
     for message in (said[0], said[2]):
         found = re.match(r"step 3, layer 5, (dispatch|combine): rank 1 is gone, .* \((.*) s\)", message)
         assert found and float(found[2]) < 10, message
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_engine_draws_the_same_tokens(tmp_path, world):
+    """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
+    model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
+    random = np.random.default_rng(world)
+    sampling = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+    prompts = [random.integers(0, 90, n).tolist() for n in (1, 2, 15, 17, 40, 90)]
+    script = Script([(n, prompt, sampling) for n, prompt in enumerate(prompts)], want_logits=True)
+    config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True}
+    alone = drive(Comm(0, 1, torch.device("cuda")), config, script)
+    shape = ModelConfig.from_folder(model).moe_shape
+    plan = plan_from_ranks(
+        shape, world, np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
+    )
+    over = {"ranks": world, "plan": plan.to_json(), "exchange": "p2p", "combine": "exact"}
+    results = run_ranks(world, drive_engine, {**config, **over}, script)
+    merged = merge(results)
+    assert merged.tokens == alone.tokens
+    assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())
+    assert all(result.report["exchange"] == "p2p" and result.report["graph_replays"] > 10 for result in results)

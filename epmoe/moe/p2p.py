@@ -99,7 +99,8 @@ class P2P:
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         assert tokens <= self.layout.tokens, f"{tokens} tokens, the buffers are for {self.layout.tokens}"
         self.bound = max(tokens, 1)
-        self.transport = self.copy if tokens >= self.copy_from else self.put
+        large = tokens >= self.copy_from and tokens > self.shape.graph_tokens
+        self.transport = self.copy if large else self.put
         self._step_L.fill_(self.comm.at.step)
 
     def overflowed(self) -> None:
