@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Decode of a whole Qwen3-30B-A3B-shaped model (random bf16 weights) on one GPU, through the engine.
 
-    scripts/bench_decode.py [--batches 1,64,256] [--steps 40] [--json FILE]
+    scripts/bench_decode.py [--batches 1,64,256] [--steps 40] [--peer] [--json FILE]
 
 Every case: requests are prefilled to the context by the engine itself, then whole engine steps are timed while all of
 them decode.  *limit*: the bytes a step must read (weights it uses, given the experts active in this very run, and all
 keys and values) at --bandwidth.  *host*: share of a step in which the host does not just wait for the device.  *gap*:
-device time between the end of a step's graph and the start of the next one's.
+device time between the end of a step's graph and the start of the next one's.  --peer adds transformers over the same
+weights: one request by generate, 256 by its continuous batching (prompts of 64 tokens, so that it ends; the shorter
+context is in its favour).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from epmoe.config import ModelConfig  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
+from epmoe.model.weights import ModelWeights  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 
 WARM = 6  # decode steps ahead of the timed ones: compile, capture, settle
@@ -39,8 +43,9 @@ def main() -> int:
     print(report["device"], report["torch"], report["triton"], report["ceilings"], lib.clocks(), flush=True)
     torch.cuda.empty_cache()
     room = args.context + 64 + 3 * args.steps + sum(batches) * args.context // args.chunk
+    folder = lib.shape_folder(args.layers)
     engine = lib.open_engine(
-        lib.shape_folder(args.layers), "cuda", max_batch_tokens=args.chunk, max_requests=max(batches),
+        folder, "cuda", max_batch_tokens=args.chunk, max_requests=max(batches),
         max_model_len=room, block_size=args.block_size, num_blocks=max(batches) * (-(-room // args.block_size)),
         graphs=not args.eager, combine=args.combine,
     )  # fmt: skip
@@ -59,6 +64,12 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     report["clocks_after"] = lib.clocks()
+    if args.peer:
+        config, weights = engine.model, engine.runner.decoder.weights
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        report["peer"] = peer(config, weights, folder)
     print("clocks", report["clocks_after"], f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -105,6 +116,23 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
         "gap_us": gap_us, "replays": after["replays"] - before["replays"], "prefill_s": prefill_s,
         "breakdown": breakdown, "host": host,
     }  # fmt: skip
+
+
+def peer(config: ModelConfig, weights: ModelWeights, folder: str) -> list[dict]:
+    """transformers' figures, as far as it gets."""
+    from scripts import decode_peer
+
+    found = []
+    try:
+        model = decode_peer.build(folder, config, weights)
+        for requests, new in ((1, (8, 24)), (256, (8, 40))):
+            found.append(decode_peer.measure(model, config.vocab_size, requests, 64, new))
+            print(
+                f"transformers, {requests} requests: {found[-1]['tokens_per_s']:.1f} tokens/s  {found[-1]}", flush=True
+            )
+    except Exception:
+        traceback.print_exc()
+    return found
 
 
 class Marks:
@@ -168,6 +196,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the limit")
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")
     parser.add_argument("--eager", action="store_true", help="without graphs")
+    parser.add_argument("--peer", action="store_true", help="transformers too, afterwards")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

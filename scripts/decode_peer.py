@@ -1,0 +1,95 @@
+"""transformers over the weights of `bench_decode.py`: one request by ``generate``, many by continuous batching.
+
+The model is made on the meta device and given the engine's own tensors, so it costs no memory.  Rows of gate and up are
+interleaved in those, which transformers does not undo: it computes other values, at the same cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from epmoe.config import ModelConfig
+from epmoe.model.weights import LayerWeights, ModelWeights
+
+
+def build(folder: str, config: ModelConfig, weights: ModelWeights) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=weights.embed.dtype).eval()
+    _assign(model, {"model.embed_tokens.weight": weights.embed, "lm_head.weight": weights.head})
+    _assign(model, {"model.norm.weight": weights.final_norm})
+    for i, layer in enumerate(weights.layers):
+        _assign(model.model.layers[i], _layer(layer, config))
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=settings).to(weights.embed.device)
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    assert not left, f"tensors without values: {left[:4]}"
+    return model
+
+
+def _layer(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
+    attention, heads, kv = layer.attention, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, k, v = attention.qkv.split((heads, kv, kv))
+    return {
+        "input_layernorm.weight": layer.input_norm,
+        "post_attention_layernorm.weight": layer.post_norm,
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": attention.o,
+        "self_attn.q_norm.weight": attention.q_norm,
+        "self_attn.k_norm.weight": attention.k_norm,
+        "mlp.gate.weight": layer.mlp.router,
+        "mlp.experts.gate_up_proj": layer.mlp.experts.gate_up,
+        "mlp.experts.down_proj": layer.mlp.experts.down,
+    }
+
+
+def _assign(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        parent, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        assert getattr(owner, leaf).shape == value.shape, name
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+
+
+def measure(model: nn.Module, vocabulary: int, requests: int, prompt: int, new: tuple[int, int]) -> dict:
+    """Tokens per second of decode: what the longer of two runs takes more, so that prefill is not counted."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(requests)
+    prompts = torch.randint(0, vocabulary, (requests, prompt), generator=generator)
+
+    def settings(tokens: int) -> GenerationConfig:
+        return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def alone(tokens: int) -> None:
+        model.generate(
+            prompts.to(device), generation_config=settings(tokens), attention_mask=torch.ones_like(prompts).to(device)
+        )
+
+    def together(tokens: int) -> None:
+        batching = ContinuousBatchingConfig(max_batch_tokens=max(512, requests))
+        done = model.generate_batch(prompts.tolist(), settings(tokens), batching, progress_bar=False)
+        assert len(done) == requests, f"{len(done)} of {requests} requests came back"
+
+    run = alone if requests == 1 else together
+    run(4)  # compiles and allocates
+    short, long = (_seconds(run, tokens) for tokens in new)
+    rate = requests * (new[1] - new[0]) / (long - short)
+    return {"requests": requests, "prompt": prompt, "new_tokens": new, "seconds": [short, long], "tokens_per_s": rate}
+
+
+def _seconds(run: Callable[[int], None], tokens: int) -> float:
+    began = time.perf_counter()
+    run(tokens)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
