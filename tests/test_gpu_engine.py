@@ -50,18 +50,54 @@ def test_float32_tokens_equal_the_cpu_run(checkpoints, family):
 
 
 def test_embedded_model_agrees_with_the_cpu_run():
-    """Real text: greedy tokens in float32, first logits in bfloat16."""
+    """Real text."""
     token_ids = load_trace(DEMO / "trace_english.npz").token_ids_T
-    prompts = [token_ids[start : start + n].tolist() for start, n in ((0, 5), (900, 40), (3000, 130))]
-    script = Script(
-        [(i, p, {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}) for i, p in enumerate(prompts)],
-        want_logits=True,
+    check_against_cpu(
+        str(DEMO), [token_ids[start : start + n].tolist() for start, n in ((0, 5), (900, 40), (3000, 130))]
     )
-    assert run(str(DEMO), "cuda", script).tokens == run(str(DEMO), "cpu", script).tokens
-    cpu, gpu = (run(str(DEMO), device, script, dtype="bfloat16") for device in ("cpu", "cuda"))
+
+
+def test_real_checkpoint_agrees_with_the_cpu_run(shared_dir):
+    rng = np.random.default_rng(1)
+    check_against_cpu(
+        str(shared_dir / "models" / "small32x4"), [rng.integers(0, 400, n).tolist() for n in (1, 30, 100)]
+    )
+
+
+def check_against_cpu(model: str, prompts: list[list[int]]) -> None:
+    """Greedy tokens in float32, eager and with graphs; first logits in bfloat16."""
+    params = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+    script = Script([(i, prompt, params) for i, prompt in enumerate(prompts)], want_logits=True)
+    want = run(model, "cpu", script).tokens
+    assert run(model, "cuda", script).tokens == want
+    assert run(model, "cuda", script, graphs=False).tokens == want
+    cpu, gpu = (run(model, device, script, dtype="bfloat16") for device in ("cpu", "cuda"))
     for i, prompt in enumerate(prompts):
         ours, theirs = gpu.logits[i, len(prompt)].cpu(), cpu.logits[i, len(prompt)]
         assert float((ours - theirs).abs().max()) <= 3e-2 * float(theirs.abs().max())
+
+
+SAMPLED = (
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "top_k": 20, "seed": 6},
+    {"temperature": 1.2, "top_p": 0.8, "min_p": 0.02, "seed": 7},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 8},
+    {"temperature": 0.0, "presence_penalty": 0.5},
+    {"temperature": 1.0, "top_k": 3, "logprobs": 4, "seed": 9},
+)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_samples_are_those_of_the_cpu(checkpoints, graphs):
+    """All kinds of sampling in one batch, one step ahead of the host."""
+    asked = [(i, PROMPTS[i], {"max_tokens": NEW, "ignore_eos": True, **params}) for i, params in enumerate(SAMPLED)]
+    cpu = run(checkpoints["qwen3_moe"], "cpu", Script(asked))
+    assert run(checkpoints["qwen3_moe"], "cuda", Script(asked), graphs=graphs).tokens == cpu.tokens
+
+
+def test_host_runs_ahead_and_behind_alike(checkpoints):
+    settled = run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=False)
+    assert run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=True).tokens == settled.tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
