@@ -14,6 +14,7 @@ from epmoe.comm import Comm
 from epmoe.config import ModelConfig
 from placement.plan import plan_from_ranks
 from placement.trace import load_trace
+from scripts.rank_group import on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -151,3 +152,29 @@ def drive_on_gpu(comm: Comm, config: dict, script: Script):
     result = drive(Comm(comm.rank, comm.world, torch.device("cuda", 0), comm.data, comm.control), config, script)
     result.logits = {key: logits.cpu() for key, logits in result.logits.items()}
     return result
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", "padded", "p2p"])
+def test_two_gpus_draw_the_tokens_of_one(checkpoints, exchange, tmp_path):
+    """Steps are graphs where the exchange can be captured: both ranks replay the same sizes, or none does."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("left out: one GPU")
+    model, script = checkpoints["qwen3_moe"], Script(requests(), arrive={4: 6, 5: 8, 6: 15})
+    alone = run(model, "cuda", Script(requests()))
+    config = {
+        "model": model,
+        "device": "cuda",
+        "max_model_len": 256,
+        "num_blocks": 128,
+        "ranks": 2,
+        "exchange": exchange,
+    }
+    on_ranks(2, "cuda", drive_to_file, config, script, str(tmp_path), limit_s=120)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert merge(results).tokens == alone.tokens and all_blocks_free(results)
+    replays = [result.report["graph_replays"] for result in results]
+    assert replays[0] == replays[1] and (replays[0] > NEW / 2) == (exchange != "alltoall"), replays
+
+
+def drive_to_file(comm: Comm, config: dict, script: Script, folder: str) -> None:
+    torch.save(drive(comm, config, script), Path(folder) / f"{comm.rank}.pt")
