@@ -141,8 +141,8 @@ def paged_attention(
     """Causal attention of this step's queries over their sequences' cached keys: ``[T, H, d]``.
 
     Args:
-        tiled: fixed tiles of 16 rows x 64 keys from position 0 with a float32 online softmax, so that a query's bits
-            do not depend on the batch or on how its prompt was cut into chunks.
+        tiled: fixed tiles (on CPU 16 rows x 64 keys) from position 0 with a float32 online softmax, so that a query's
+            bits do not depend on the batch or on how its prompt was cut into chunks.
     """
     attend = paged_attention_triton if q_THd.is_cuda else paged_attention_ref
     return attend(q_THd, cache_HBSd, batch, scale, tiled)

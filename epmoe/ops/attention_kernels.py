@@ -221,7 +221,7 @@ def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch,
 
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
     _, kv_heads, blocks, block_size, D = cache_HBSd.shape
-    part, lse = work.buffers(kv_heads, D)
+    part, lse = work.scratch.buffers(kv_heads, D)
     tiling = work.tiling
     tma = takes_descriptor(cache_HBSd, tiling)
     _attend_kernel[work.item_XF.shape[0], kv_heads](
@@ -260,7 +260,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
 def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, work: Work) -> None:
     """Add the parts of the tiles that have several."""
     _, kv_heads, rows, D = part.shape
-    _merge_kernel[work.first_Y.shape[0], kv_heads, rows](
+    _merge_kernel[work.first_Y.shape[0], kv_heads, work.height](
         part,
         lse,
         out_THd,

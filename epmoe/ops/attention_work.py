@@ -13,7 +13,7 @@ runs get longer as the sequences do (`run_length`), and items left over name no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ cached tokens before the sequence's first query; its keys START..STOP; which par
 
 SHORTEST_RUN = 64
 PROGRAMS_PER_SM = 4
+PARTS_AT_ONCE = 1024  # bounds the memory for parts
 
 
 @dataclass(frozen=True)
@@ -72,31 +73,42 @@ class Heads:
         return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8)
 
 
-FIXED = Tiling(16, 64, 512, exact=True)
-FIXED_LATENT = Tiling(16, 32, 512, exact=True)
+FIXED = Tiling(64, 64, 512, exact=True)
+FIXED_LATENT = Tiling(64, 64, 512, warps=8, stages=2, exact=True)
+
+
+class Scratch:
+    """Memory for the parts of a launch of up to X items, shared by all layers and by launches after one another."""
+
+    def __init__(self, items: int, rows: int, device: torch.device) -> None:
+        self.items, self.rows, self.device = items, rows, device
+        self._buffers: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def buffers(self, kv_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts float32 ``[X, KVH, rows, d]`` and the log2 of their softmax sums ``[X, KVH, rows]``."""
+        key = (kv_heads, value_dim)
+        if key not in self._buffers:
+            shape = (self.items, kv_heads, self.rows)
+            part = torch.empty((*shape, value_dim), dtype=torch.float32, device=self.device)
+            self._buffers[key] = part, torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._buffers[key]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One launch: items on the device, the first item of each tile (-1: none), and memory for parts.
+    """One launch: items and each tile's first one (-1: none) on the device.
 
-    ``split``: tiles may have several parts.  All layers share the memory of parts.
+    Args:
+        split: tiles may have several parts.
+        height: most rows of a tile that are in use.
     """
 
     tiling: Tiling
     item_XF: torch.Tensor
     first_Y: torch.Tensor
     split: bool
-    scratch: dict = field(default_factory=dict)
-
-    def buffers(self, kv_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parts float32 ``[X, KVH, rows, d]`` and the log2 of their softmax sums ``[X, KVH, rows]``."""
-        key = (kv_heads, value_dim)
-        if key not in self.scratch:
-            shape = (self.item_XF.shape[0], kv_heads, self.tiling.rows) if self.split else (0, kv_heads, 0)
-            part = torch.empty((*shape, value_dim), dtype=torch.float32, device=self.item_XF.device)
-            self.scratch[key] = part, torch.empty(shape, dtype=torch.float32, device=part.device)
-        return self.scratch[key]
+    height: int
+    scratch: Scratch
 
 
 def run_length(keys: int, tiles: int, items: int, multiple: int) -> int:
@@ -153,7 +165,7 @@ def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: 
     queries_N, kv_N = np.asarray(query_lens), np.asarray(kv_lens)
     lens_N3 = np.stack((np.cumsum(queries_N) - queries_N, queries_N, kv_N), 1)
     if heads.fixed:
-        return [_to_device(heads.decode, cut(lens_N3, heads.group, heads.decode, None), device)]
+        return _launches(heads.decode, cut(lens_N3, heads.group, heads.decode, None), device)
     works = []
     single_N = queries_N == 1
     for tiling, chosen_N in ((heads.decode, single_N), (heads.chunk, ~single_N)):
@@ -162,11 +174,24 @@ def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: 
             limit = item_limit(tiles, heads.kv_heads, sm_count(device)) if chosen_N is single_N else None
             item_XF = cut(lens_N3[chosen_N], heads.group, tiling, limit)
             item_XF[:, SEQUENCE] = np.flatnonzero(chosen_N)[item_XF[:, SEQUENCE]]
-            works.append(_to_device(tiling, item_XF, device))
+            works += _launches(tiling, item_XF, device)
     return works
 
 
-def _to_device(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> Work:
-    first_Y = np.flatnonzero((item_XF[:, PART] == 0) & (item_XF[:, PARTS] > 1)).astype(np.int32)
-    item_XF, first_Y = (torch.from_numpy(x).to(device, non_blocking=True) for x in (item_XF, first_Y))
-    return Work(tiling, item_XF, first_Y, len(first_Y) > 0)
+def _launches(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> list[Work]:
+    """One launch, or where tiles are split several of at most ``PARTS_AT_ONCE`` items, whole tiles each."""
+    split = bool((item_XF[:, PARTS] > 1).any())
+    first_Y = np.flatnonzero(item_XF[:, PART] == 0)
+    pieces = [item_XF]
+    if split:
+        longest = int(item_XF[:, PARTS].max())
+        runs = np.searchsorted(first_Y, np.arange(0, len(item_XF), max(PARTS_AT_ONCE - longest, 1)))
+        pieces = np.split(item_XF, first_Y[np.unique(runs[(runs > 0) & (runs < len(first_Y))])])
+    most = max(len(piece) for piece in pieces)
+    scratch = Scratch(most if split else 0, tiling.rows, device)
+    works = []
+    for piece in pieces:
+        first_Y = np.flatnonzero(piece[:, PART] == 0).astype(np.int32)
+        item_XF, first_Y = (torch.from_numpy(x).to(device, non_blocking=True) for x in (piece, first_Y))
+        works.append(Work(tiling, item_XF, first_Y, split, int(piece[:, ROWS].max()), scratch))
+    return works

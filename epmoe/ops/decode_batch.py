@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from epmoe.ops.attention_work import FIELDS, PART, SEQUENCE, Heads, Work, cut, item_limit
+from epmoe.ops.attention_work import FIELDS, PART, SEQUENCE, Heads, Scratch, Work, cut, item_limit
 from epmoe.ops.launch import sm_count
 
 
@@ -62,7 +62,9 @@ class DecodeBatch:
         self._turn = 0
         self.position_T, self.slot_T, first_Y, item_XF, table_PN = self._views(self._device_buffer)
         self.block_table_NP = table_PN.T
-        self._work = [Work(self._tiling, item_XF, first_Y, split=True)]
+        scratch = Scratch(self._items, self._tiling.rows, device)
+        height = min(shape.group, self._tiling.rows)
+        self._work = [Work(self._tiling, item_XF, first_Y, split=True, height=height, scratch=scratch)]
         self.fill([], [])
 
     def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -126,7 +126,7 @@ def latent_attention_triton(
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
     value_dim = out_THd.shape[2]
     tiling = work.tiling
-    part, lse = work.buffers(1, value_dim)
+    part, lse = work.scratch.buffers(1, value_dim)
     _latent_kernel[work.item_XF.shape[0],](
         q_THd,
         cache_HBSd,
