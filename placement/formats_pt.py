@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 from placement.errors import UserError
@@ -19,7 +18,7 @@ def load_pt(path: str | Path) -> object:
         raise UserError(f"{path} is a torch file and torch is not installed; install torch to read it") from None
     try:
         raw = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # bytes that are no pickle make the reader fail in any way
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise UserError(
             f"cannot read {path} as a torch file of plain tensors ({reason}); is it whole, and written by the recorder?"

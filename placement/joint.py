@@ -43,7 +43,7 @@ from placement.states import layer_caps
 from placement.team import ChainData, Team, one_hot
 from placement.transport import is_linear, polish
 
-HOT, COLD = 0.3, 0.05
+HOT, COLD = 0.35, 0.12  # below it exchanges only undo each other
 SWEEP_STEPS = 16
 PLANNED_CORES = 2
 

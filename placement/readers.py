@@ -121,8 +121,11 @@ def read_load_table(path: Path, options: ReadOptions) -> Profile:
     if path.suffix == ".npy":
         table = _load_array(path)
     elif path.suffix == ".csv":
+        lines = read_text(path).splitlines()
+        if not any(lines):
+            raise UserError(f"{path} is empty; give one line of numbers per layer, separated by commas")
         try:
-            table = np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
+            table = np.loadtxt(lines, delimiter=",", ndmin=2)
         except ValueError as error:
             raise UserError(f"{path}: {error}; give one line of numbers per layer, separated by commas") from None
     else:
@@ -147,9 +150,12 @@ def _json_table(path: Path) -> np.ndarray:
 
 def _load_array(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read {path}: {error}; expected a whole .npy without pickles") from None
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{path} is an .npz archive, expected a .npy; leave out --from to have the format found")
+    return array
 
 
 def _sniff_npz(path: Path) -> str:

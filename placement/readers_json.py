@@ -192,7 +192,9 @@ def _add_batch(by_layer: dict[int, dict[int, list]], record: dict, line: int, so
         raise UserError(f"{source}: line {line} needs layer and a list topk_experts that is not empty")
     if not isinstance(chosen[0], list):
         chosen = [chosen]
-    rows = by_layer.setdefault(int(record["layer"]), {})
+    if not all(isinstance(x, int) for x in (record["layer"], *(origin if isinstance(origin, list) else ()))):
+        raise UserError(f"{source}: line {line}: layer and origin_rows must be integers")
+    rows = by_layer.setdefault(record["layer"], {})
     if isinstance(origin, int) and origin != len(chosen):
         raise UserError(f"{source}: line {line} has {len(chosen)} rows, origin_rows says {origin}; the line is cut")
     if isinstance(origin, list) and len(origin) != len(chosen):

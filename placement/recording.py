@@ -13,6 +13,8 @@ from placement.plan import MoEShape
 from placement.profile import Profile
 from placement.trace import Trace, first_repeat, id_dtype
 
+MOST_LOAD = 1e18
+
 
 def _silent(message: str) -> None:
     """The default ``note``: readers say what they dropped or assumed; who does not listen loses nothing else."""
@@ -100,6 +102,8 @@ def make_load(
     if bad.any():
         layer, expert = np.argwhere(bad)[0]
         raise UserError(f"{source}: layer {layer}, expert {expert} has load {load_LE[layer, expert]}; give counts")
+    if load_LE.max() > MOST_LOAD:
+        raise UserError(f"{source}: a load of {load_LE.max():g} is no count of tokens (at most {MOST_LOAD:g})")
     if not load_LE.any():
         raise UserError(f"{source}: every load is 0; record while requests are served")
     if options.like is None and options.top_k is None:

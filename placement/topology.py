@@ -23,6 +23,7 @@ from placement.textfiles import parse_json, write_whole
 FORMAT = "epmoe-topology/1"
 NVLINK = 4.5e11  # bytes/s of one direction between two GPUs of a node where nothing is measured
 NETWORK = 5.0e10  # bytes/s of one direction between two GPUs of different nodes
+EXTREME = 1e6  # no GPU's speed is further than this factor from the usual 1
 NVLINK_LATENCY, NETWORK_LATENCY = 2e-6, 10e-6
 
 
@@ -158,12 +159,14 @@ def _validate(topology: Topology) -> None:
         want = (W, W) if name.endswith("WW") else (W,)
         if value is not None and value.shape != want:
             raise UserError(f"topology: {name[: name.rindex('_')]} has shape {value.shape}, {W} GPUs need {want}")
-    if not (np.isfinite(topology.speed_W) & (topology.speed_W > 0)).all():
-        raise UserError(f"topology: speeds must be positive numbers, got {topology.speed_W.tolist()}")
+    if not ((topology.speed_W >= 1 / EXTREME) & (topology.speed_W <= EXTREME)).all():  # also refuses NaN
+        raise UserError(
+            f"topology: speeds must be from {1 / EXTREME:g} to {EXTREME:g}, got {topology.speed_W.tolist()}"
+        )
     if topology.slots_W is not None and topology.slots_W.min() < 1:
         raise UserError(f"topology: GPU {topology.slots_W.argmin()} has {topology.slots_W.min()} slots; each needs 1")
     off = ~np.eye(W, dtype=bool)
-    if not (topology.bandwidth_WW[off] > 0).all():  # also refuses NaN
-        raise UserError("topology: every bandwidth between two GPUs must be positive (bytes/s)")
+    if not ((topology.bandwidth_WW[off] >= 1) & np.isfinite(topology.bandwidth_WW[off])).all():
+        raise UserError("topology: every bandwidth between two GPUs must be a number of at least 1 (bytes/s)")
     if not (np.isfinite(topology.latency_WW[off]) & (topology.latency_WW[off] >= 0)).all():
         raise UserError("topology: every latency between two GPUs must be 0 or more seconds")

@@ -182,8 +182,10 @@ def test_pt_files_never_run_code(tmp_path, torch):
         readers.read_profile(tmp_path / "evil.pt", OPTIONS)
     assert not (tmp_path / "ran").exists()
     (tmp_path / "cut.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:50])
-    with pytest.raises(UserError, match="cut.pt"):
-        readers.read_profile(tmp_path / "cut.pt", OPTIONS)
+    (tmp_path / "junk.pt").write_bytes(b"junk" * 50)
+    for name in ("cut.pt", "junk.pt"):
+        with pytest.raises(UserError, match=name):
+            readers.read_profile(tmp_path / name, OPTIONS)
 
 
 # -- vLLM -------------------------------------------------------------------------------------------------------------
@@ -323,6 +325,7 @@ def test_jsonl_streams_in_pieces(tmp_path, monkeypatch):
         (lambda lines: lines[1]["topk_experts"].__setitem__(0, [3, 3]), "token 0, layer 1 chose one expert twice"),
         (lambda lines: lines[1]["topk_experts"].__setitem__(0, [3, 99]), "token 0, layer 1 chose expert 99"),
         (lambda lines: lines[1].pop("layer"), "line 2 needs layer"),
+        (lambda lines: lines[1].update(layer="first"), "line 2: layer and origin_rows must be integers"),
     ],
 )
 def test_jsonl_damage_is_named(tmp_path, damage, match):
@@ -347,6 +350,9 @@ def test_exflow(tmp_path):
     np.save(tmp_path / "e.npy", ids[..., 0])
     trace = readers.read_trace(tmp_path / "e.npy", ReadOptions(num_experts=E, sequence_length=4), "exflow")
     assert trace.shape.top_k == 1 and trace.seq_lens.tolist() == [4, 4, 1] and same_choices(trace.expert_ids_TLK, ids)
+    trace.save(tmp_path / "t.npz")
+    with pytest.raises(UserError, match="expected a .npy"):
+        readers.read_trace(tmp_path / "t.npz", OPTIONS, "exflow")
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -375,6 +381,8 @@ def test_load_tables(tmp_path, name, steps):
         ("1,2\n3,-4\n", "layer 1, expert 1 has load -4"),
         ("1,2\n3\n", "separated by commas"),
         ("0,0\n0,0\n", "every load is 0"),
+        ("1e300,0\n", "no count of tokens"),
+        ("", "is empty"),
     ],
 )
 def test_bad_load_tables(tmp_path, text, match):

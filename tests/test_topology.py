@@ -37,8 +37,10 @@ def test_file_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("speed", [1, 0], "speeds must be positive"),
-        ("speed", [1, float("nan")], "speeds must be positive"),
+        ("speed", [1, 1e300], "speeds must be from"),
+        ("bandwidth", [[0, float("inf")], [1e9, 0]], "every bandwidth"),
+        ("speed", [1, 0], "speeds must be from"),
+        ("speed", [1, float("nan")], "speeds must be from"),
         ("speed", [1, 1, 1], "speed has shape"),
         ("bandwidth", [[0, 0], [1, 0]], "bandwidth"),
         ("latency", [[0, -1], [1, 0]], "latency"),
