@@ -49,7 +49,7 @@ class Step:
         num_sms = free_sms(exchange) if lanes == 2 else 0
         with blas_sms(num_sms):
             stages = [self.rank.lane(n, lane, num_sms) for n, lane in enumerate(inputs)]
-            run_lanes(stages, exchange.comm.at, self.travel, timeline)
+            run_lanes(stages, exchange.comm.at, self.travel, timeline, exchange.waits_for_counts)
 
     def time_ms(self, lanes: int, repeat: int) -> float:
         """Milliseconds of one layer on the slowest rank."""

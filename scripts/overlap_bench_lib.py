@@ -328,10 +328,10 @@ class Rank:
 
     def lane(self, number: int, lane: LaneInput, num_sms: int) -> Lane[torch.Tensor]:
         """The decoder's lane without embedding and head."""
-        x, residual = lane.x_TD, torch.zeros_like(lane.x_TD)
+        x, residual, held = lane.x_TD, torch.zeros_like(lane.x_TD), []
         for index in range(self.layers):
             yield Step(ATTENTION, index)
             x, residual = self.attention(index, x, residual, lane)
-            x, _ = yield from self.moe[index].stages(x, None, number, num_sms)
+            x, _ = yield from self.moe[index].stages(x, None, number, num_sms, held)
         yield Step(HEAD, -1)
         return x + residual

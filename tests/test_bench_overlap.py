@@ -31,7 +31,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(rank):
     rank.fix_traffic([lane])
     moe = rank.moe[0]
     routing = moe.route(lane.x_TD)
-    stages = moe.stages(lane.x_TD, None, 0)
+    stages = moe.stages(lane.x_TD, None, 0, 0, [])
     with pytest.raises(StopIteration) as done:
         while True:
             next(stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,7 +16,20 @@ from epmoe.comm import Comm, Position
 from epmoe.config import ModelConfig
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.scheduler import Chunk, most_in_lane, split_lanes
-from epmoe.moe.overlap import ARRIVE, ATTENTION, COMBINE, DISPATCH, EXPERTS, HEAD, ROUTER, SEND, SUM, Step, run_lanes
+from epmoe.moe.overlap import (
+    ARRIVE,
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    HEAD,
+    ROUTER,
+    SEND,
+    SHARED,
+    SUM,
+    Step,
+    run_lanes,
+)
 from placement.plan import plan_from_ranks
 
 
@@ -46,7 +60,7 @@ def test_lanes_keep_the_turn_until_they_need_their_rows():
 
     def lane(name: str, layers: int):
         for layer in range(layers):
-            for stage in (ATTENTION, ROUTER, DISPATCH, SEND, ARRIVE, EXPERTS, COMBINE, SUM):
+            for stage in (ATTENTION, ROUTER, DISPATCH, ARRIVE, EXPERTS, COMBINE, SUM):
                 yield Step(stage, layer)
                 assert (at.layer, at.stage) == (layer, stage.name)
                 seen.append(f"{name}{layer} {stage.name}")
@@ -54,7 +68,7 @@ def test_lanes_keep_the_turn_until_they_need_their_rows():
         return name
 
     assert run_lanes([lane("a", 2), lane("b", 1), lane("c", 0)], at) == ["a", "b", "c"]
-    there, back, over = (ATTENTION, ROUTER, DISPATCH), (SEND, ARRIVE, EXPERTS, COMBINE), (SUM,)
+    there, back, over = (ATTENTION, ROUTER, DISPATCH), (ARRIVE, EXPERTS, COMBINE), (SUM,)
     turns = [("a0", there), ("b0", there), ("a0", back), ("b0", back), ("a0", over), ("a1", there)]
     turns += [("b0", over), ("a1", back), ("a1", over)]
     assert seen == [f"{name} {stage.name}" for name, stages in turns for stage in stages]
@@ -121,3 +135,91 @@ def test_uneven_ranks_for_ten_minutes(rank_pool, folder):
     while time.monotonic() - started < 600:
         check_uneven(rank_pool, folder, seed, waves=40, exchange=("alltoall", "padded", "auto")[seed % 3])
         seed += 1
+
+
+class FakeStream:
+    """Knows, for what is issued on it next, how far every stream must have come (a vector clock)."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.after = name, {name: 0}
+
+    def issue(self) -> dict[str, int]:
+        self.after[self.name] += 1
+        return dict(self.after)
+
+    def record_event(self) -> dict[str, int]:
+        return dict(self.after)
+
+    def wait_event(self, event: dict[str, int]) -> None:
+        for name, count in event.items():
+            self.after[name] = max(self.after.get(name, 0), count)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
+
+
+def test_hosts_wait_for_counts_when_compute_is_queued():
+    seen = []
+
+    def lane(number: int):
+        for layer in range(2):
+            for stage in (ATTENTION, ROUTER, DISPATCH, SEND, ARRIVE, EXPERTS, COMBINE, SUM):
+                yield Step(stage, layer)
+                seen.append((number, layer, stage.name))
+        yield Step(HEAD, -1)
+
+    run_lanes([lane(0), lane(1)], Position(), short_turns=True)
+    for layer in (0, 1):
+        for number, running in ((0, (1, layer, "attention")), (1, (0, layer, "experts"))):
+            at = seen.index((number, layer, "send"))
+            assert seen.index((number, layer, "dispatch")) < seen.index(running) < at
+            other_combine = (0, layer, "combine")
+            assert at < seen.index(other_combine), "rows would queue behind a combine that waits for experts"
+        assert seen.index((0, layer, "send")) < seen.index((1, layer, "router"))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_streams_order_what_needs_order_and_nothing_more(monkeypatch, counts):
+    """On fake streams: a stage is behind those of its lane that it needs, and beside the other lane's."""
+    current = [FakeStream("compute")]
+    travel = FakeStream("travel")
+
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    issued: dict[tuple, tuple[str, dict]] = {}
+    send = (SEND,) if counts else ()
+    stages = (ATTENTION, ROUTER, DISPATCH, SHARED, *send, ARRIVE, EXPERTS, COMBINE, SUM)
+
+    def lane(number: int):
+        for layer in range(2):
+            for stage in stages:
+                yield Step(stage, layer)
+                issued[number, layer, stage.name] = current[-1].name, current[-1].issue()
+        yield Step(HEAD, -1)
+
+    run_lanes([lane(0), lane(1)], Position(), travel, short_turns=counts)
+
+    def behind(later: tuple, earlier: tuple) -> bool:
+        stream, clock = issued[earlier]
+        return issued[later][1].get(stream, 0) >= clock[stream]
+
+    for number, layer in itertools.product((0, 1), (0, 1)):
+        for earlier, later in itertools.pairwise(stages):
+            if later is not SHARED and earlier is not SHARED:
+                assert behind((number, layer, later.name), (number, layer, earlier.name)), (earlier, later)
+        assert behind((number, layer, "sum"), (number, layer, "shared"))
+        assert not behind((number, layer, "shared"), (number, layer, "router"))
+        for name in ("router", "dispatch", "combine", *(stage.name for stage in send)):
+            assert issued[number, layer, name][0] == "travel"
+    assert behind((0, 1, "attention"), (0, 0, "sum"))
+    assert not behind((1, 0, "attention"), (0, 0, "dispatch"))
+    assert not behind((0, 0, "experts"), (1, 0, "router")) and not behind((1, 0, "dispatch"), (0, 0, "experts"))
+    assert not behind((1, 0, "experts"), (0, 0, "combine")) and not behind((0, 1, "attention"), (1, 0, "combine"))
+    if counts:
+        assert not behind((0, 0, "send"), (1, 0, "attention")) and not behind((1, 0, "send"), (0, 0, "experts"))

@@ -95,7 +95,8 @@ class Decoder:
         num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
         stages = [self._lane((n, first[n]), batch, cache, observe, num_sms) for n, batch in enumerate(lanes)]
         with blas_sms(num_sms), nullcontext() if self.timeline is None else self.timeline.forward():
-            logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline)
+            short_turns = self.exchange.waits_for_counts
+            logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline, short_turns)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _lane(
@@ -109,6 +110,7 @@ class Decoder:
         """One lane through all layers; ``place``: its number, and its first row in the step."""
         config = self.config
         chosen: list[torch.Tensor] = []
+        held: list = []
         yield Step(EMBED, -1)
         cos_sin = self.rotary[batch.attention.position_T]
         x = functional.embedding(batch.token_T, self.weights.embed)
@@ -122,7 +124,7 @@ class Decoder:
                 yield Step(MLP, index)
                 x = gated_mlp(x, layer.mlp, self.tiled)
                 continue
-            x, expert_TK = yield from moe.stages(x, batch.valid_T, place[0], num_sms)
+            x, expert_TK = yield from moe.stages(x, batch.valid_T, place[0], num_sms, held)
             chosen.append(expert_TK)
         yield Step(HEAD, -1)
         if observe is not None:

@@ -83,16 +83,19 @@ class MoELayer:
         return out_TD
 
     def stages(
-        self, x_TD: torch.Tensor, valid_T: torch.Tensor | None, lane: int, num_sms: int = 0
+        self, x_TD: torch.Tensor, valid_T: torch.Tensor | None, lane: int, num_sms: int, held: list
     ) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
         """The layer's output ``[T, D]`` and the choices ``expert_TK`` of one lane (see ``moe.overlap``).
 
-        ``x_TD`` and the experts' output stay in hand until the lane has joined: the exchange reads them meanwhile.
+        Args:
+            num_sms: for the experts, see ``ExpertOptions``.
+            held: of the lane: keeps this layer's tensors of the travel stream until the next layer's dispatch.
         """
         exchange, step = self.exchange, partial(Step, layer=self.index)
         yield step(ROUTER)
         routing = self.route(x_TD, valid_T)
         yield step(DISPATCH)
+        held.clear()
         sending = exchange.dispatch_begin(x_TD, routing.slot_TK, routing.weight_TK, lane)
         if not exchange.waits_for_counts:
             sending = exchange.dispatch_send(sending)
@@ -108,6 +111,7 @@ class MoELayer:
         yield step(COMBINE)
         returning = exchange.combine_begin(out_MD, way_back)
         yield step(SUM)
+        held += [routing, sending, received, way_back, returning]
         return exchange.combine_end(returning, shared_TD), routing.expert_TK
 
 

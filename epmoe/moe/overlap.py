@@ -11,11 +11,15 @@ that travels on its own stream, a layer of two lanes reads, time from left to ri
 issue and only the rows travel beside it.  Every rank runs the same number of lanes in a step (they agree on it
 before), so the order of collectives is the same on all of them; a lane may be empty.
 
-Memory.  A stretch of travelling stages begins by waiting for all the compute issued before it (but for ``send``, which
-only goes on with what is on that stream), and a stage that joins waits for its lane's last stretch.  So what was
-allocated on the travel stream may be dropped at any time: a lane lets go after ``sum``, and its next stretch starts
-behind that.  What was allocated on the compute stream and is read by a travelling stage must be held until the lane's
-next join.
+Where the rows' sizes must first come to the host (``send``), turns are shorter and lane 0 is one ahead, so that rows do
+not queue behind the other lane's router or combine, and the host waits only when compute has been queued.
+Order of issue::
+
+    attention 0, router dispatch 0 | attention 1, send 0 | router dispatch 1, arrive experts 0 | send 1, combine 0 | ..
+
+Memory.  A travelling stage waits for its own lane's compute so far, a stage that joins for what its lane sent last.
+So what was allocated on the travel stream and is read by compute must be held until the lane's next ``dispatch``, and
+what was allocated on the compute stream and is read by a travelling stage until the lane's next join.
 """
 
 from __future__ import annotations
@@ -37,8 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """``travels``: on the exchange's stream.  ``joins``: needs what its lane sent last, so other lanes go first (once
-    before several in a row)."""
+    """``travels``: on the exchange's stream.  ``joins``: needs what its lane sent last."""
 
     name: str
     travels: bool = False
@@ -57,6 +60,8 @@ EXPERTS = Stage("experts")
 COMBINE = Stage("combine", travels=True)
 SUM = Stage("sum", joins=True)  # of the returned rows
 HEAD = Stage("head")
+TURNS = (ARRIVE, SUM)  # stages before which the other lanes have their turn
+SHORT_TURNS = (ROUTER, SEND, ARRIVE, COMBINE, SUM)
 
 
 class Step(NamedTuple):
@@ -93,11 +98,13 @@ def free_sms(exchange: Exchange) -> int:
 
 @dataclass
 class _Running(Generic[Result]):
-    """A lane between turns: the step it has announced, and the event that its next join waits for."""
+    """A lane between turns: the step it has announced, how far its compute has come (which its next travelling stage
+    waits for), and the end of what it sent last (which its next join waits for)."""
 
     number: int
     stages: Lane[Result]
     step: Step
+    ready: torch.cuda.Event | None = None
     sent: torch.cuda.Event | None = None
 
 
@@ -106,6 +113,7 @@ def run_lanes(
     at: Position,
     travel: torch.cuda.Stream | None = None,
     observer: Observer | None = None,
+    short_turns: bool = False,
 ) -> list[Result]:
     """Give the lanes turns until all have returned; their results in order.
 
@@ -113,45 +121,52 @@ def run_lanes(
         at: is kept at the stage that is being issued.
         travel: where travelling stages run; None: all in order of issue.
         observer: sees every stage; None costs nothing.
+        short_turns: the lanes have ``send`` stages.
     """
     results: dict[int, Result] = {}
     running = [_Running(number, stages, next(stages)) for number, stages in enumerate(lanes)]
+    turns = SHORT_TURNS if short_turns else TURNS
+    ahead = running[:-1] if short_turns else []
     while running:
-        for lane in list(running):
+        for lane in [*ahead, *running]:
             try:
-                _take_turn(lane, at, travel, observer)
+                _take_turn(lane, turns, at, (travel, observer))
             except StopIteration as done:
                 results[lane.number] = done.value
                 running.remove(lane)
+        ahead = []
     return [results[number] for number in range(len(lanes))]
 
 
-def _take_turn(lane: _Running, at: Position, travel: torch.cuda.Stream | None, observer: Observer | None) -> None:
-    """Issue the announced step and those behind it, up to one that joins."""
+def _take_turn(lane: _Running, turns: Sequence[Stage], at: Position, places: tuple) -> None:
+    """Issue the announced step and those behind it, up to one before which another turn begins."""
+    travel, observer = places
     while True:
         step = lane.step
         at.layer, at.stage = step.layer, step.stage.name
         if travel is None:
             _issue(lane, observer)
         elif step.stage.travels:
-            if not step.stage.joins:
-                travel.wait_stream(torch.cuda.current_stream())
-            _issue_stretch(lane, at, travel, observer)
+            _issue_travelling(lane, travel, observer)
         else:
             if step.stage.joins and lane.sent is not None:
                 torch.cuda.current_stream().wait_event(lane.sent)
             _issue(lane, observer)
-        if lane.step.stage.joins and not step.stage.joins:
+            if lane.step.stage.travels and not lane.step.stage.joins:
+                lane.ready = torch.cuda.current_stream().record_event()
+        if lane.step.stage in turns:
             return
 
 
-def _issue_stretch(lane: _Running, at: Position, travel: torch.cuda.Stream, observer: Observer | None) -> None:
-    """Travelling steps in a row."""
+def _issue_travelling(lane: _Running, travel: torch.cuda.Stream, observer: Observer | None) -> None:
+    """A step on the travel stream, behind its lane's compute; ``send`` goes on with what is on that stream."""
+    if not lane.step.stage.joins and lane.ready is not None:
+        travel.wait_event(lane.ready)
+        lane.ready = None
     with torch.cuda.stream(travel):
-        while lane.step.stage.travels:
-            at.stage = lane.step.stage.name
-            _issue(lane, observer)
-        lane.sent = travel.record_event()
+        _issue(lane, observer)
+        if not lane.step.stage.travels or lane.step.stage.joins:
+            lane.sent = travel.record_event()
 
 
 def _issue(lane: _Running, observer: Observer | None) -> None:
