@@ -210,6 +210,8 @@ def save_timeline(rank: lib.Rank, tokens: int, path: str) -> str:
     inputs = rank.inputs(tokens, 2)
     rank.fix_traffic(inputs)
     travel, num_sms = open_travel(rank.exchange), free_sms(rank.exchange)
+    run_lanes([rank.lane(n, lane, num_sms) for n, lane in enumerate(inputs)], rank.exchange.comm.at, travel)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with blas_sms(num_sms), timeline.captured() as marks, torch.cuda.graph(graph):
         run_lanes(

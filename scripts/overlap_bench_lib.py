@@ -81,6 +81,18 @@ def make_layer(shape: Shape, ranks: int) -> LayerWeights:
 
 
 @triton.jit
+def _weighted(rows_ptr, index_ptr, weight_ptr, row, col, place, J: tl.constexpr):
+    """Choice j of each row times its weight; nothing is read beyond a row's count."""
+    j, count, D = place
+    live = j < count
+    source = tl.load(index_ptr + row * J + j, mask=live, other=0).to(tl.int64)
+    weight = tl.load(weight_ptr + row * J + j, mask=live, other=0.0)
+    mask = live[:, None] & (col < D)[None, :]
+    part = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
+    return part.to(tl.float32) * weight[:, None]
+
+
+@triton.jit
 def _move_kernel(
     rows_ptr, index_ptr, count_ptr, weight_ptr, out_ptr, R, D, due_ns,
     J: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -101,13 +113,9 @@ def _move_kernel(
                 total = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
             else:
                 total = tl.zeros([ROWS, COLS], tl.float32)
-                for j in range(tl.max(count, 0)):
-                    live = j < count
-                    source = tl.load(index_ptr + row * J + j, mask=live, other=0).to(tl.int64)
-                    weight = tl.load(weight_ptr + row * J + j, mask=live, other=0.0)
-                    mask = live[:, None] & (col < D)[None, :]
-                    part = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
-                    total += part.to(tl.float32) * weight[:, None]
+                for j in range(0, tl.max(count, 0), 2):
+                    total += _weighted(rows_ptr, index_ptr, weight_ptr, row, col, (j, count, D), J)
+                    total += _weighted(rows_ptr, index_ptr, weight_ptr, row, col, (j + 1, count, D), J)
             spot = out_ptr + row.to(tl.int64)[:, None] * D + col[None, :]
             mask = (row < R)[:, None] & (col < D)[None, :]
             tl.store(spot, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -190,7 +198,7 @@ class EmulatedExchange:
                 due_ns,
                 J=index_RJ.shape[1],
                 ROWS=16,
-                COLS=1024,
+                COLS=1024 if index_RJ.shape[1] == 1 else 2048,
                 num_warps=16,
             )
         return out_RD

@@ -84,7 +84,11 @@ def rows_descriptor(matrix: torch.Tensor, rows: int, depth: int) -> TensorDescri
 
 
 def launch(kernel, operands: tuple, index: MoEIndex, out: torch.Tensor, config: TileConfig, num_sms: int, **more):
-    """Run ``kernel`` with a persistent grid: ``out`` has a column per feature or hidden dimension."""
+    """Run ``kernel`` with a persistent grid: ``out`` has a column per feature or hidden dimension.
+
+    Where SMs are to stay free (``num_sms``) the launch is an ordinary one: the programs of a dependent launch would
+    start early and wait on just those SMs.
+    """
     blocks, device = index.blocks, out.device
     width = out.shape[1] * more.pop("rows_per_column", 1)
     sms = min(num_sms, sm_count(device)) if num_sms else sm_count(device)
@@ -100,6 +104,6 @@ def launch(kernel, operands: tuple, index: MoEIndex, out: torch.Tensor, config: 
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
-        **pdl_options(out),
+        **({"PDL": False} if num_sms else pdl_options(out)),
         **more,
     )
