@@ -80,8 +80,12 @@ class BlockPool:
         if not self.reuse_prefixes:
             return
         full = min(request.computed, request.known) // self.block_size
+        if full <= request.published:
+            return
         self._hash_blocks(request, full)
-        for block, digest in zip(request.blocks[:full], request.block_hashes):
+        new = slice(request.published, full)
+        request.published = full
+        for block, digest in zip(request.blocks[new], request.block_hashes[new]):
             if self._hash[block] is None and digest not in self._by_hash:
                 self._hash[block] = digest
                 self._by_hash[digest] = block

@@ -120,9 +120,10 @@ def _scalar(key: str, value: object, kind: str) -> Any:
 class Request:
     """One sequence on its home rank.
 
-    ``computed`` counts positions whose keys and values are written, or will be by a step already launched.
-    ``pending`` counts sampled tokens that the host does not know yet (they are on the device).  ``probe``: run only so
-    many tokens until it is decided which rank becomes the home (0: decided).
+    ``published`` counts blocks that others were offered to share.  ``computed`` counts positions whose keys and values
+    are written, or will be by a step already launched.  ``pending`` counts sampled tokens that the host does not know
+    yet (they are on the device).  ``probe``: run only so many tokens until it is decided which rank becomes the home
+    (0: decided).
     """
 
     id: int
@@ -134,6 +135,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, in order (see kv_cache)
+    published: int = 0
     computed: int = 0
     pending: int = 0
     probe: int = 0

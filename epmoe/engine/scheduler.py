@@ -79,20 +79,20 @@ class Scheduler:
         """Choose the step's chunks, allocate their blocks and count their tokens as computed."""
         budget = self.engine.max_batch_tokens
         chunks: list[Chunk] = []
-        decodes = sum(self._want(r) == 1 for r in self.running)
+        wants = list(map(self._want, self.running))
+        decodes = wants.count(1)
         preempted = False
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            want = self._want(request)
-            decodes -= want == 1
-            count = min(want, budget - decodes)
+            decodes -= wants[index] == 1
+            count = min(wants[index], budget - decodes)
             if count > 0:
                 if self._make_room(request, count):
                     preempted = True
                     if request.row < 0:  # it was the youngest itself
                         break
-                    decodes = sum(self._want(r) == 1 for r in self.running[index + 1 :])
+                    decodes = wants[index + 1 : len(self.running)].count(1)  # the young end is gone
                 chunks.append(self._take(request, count))
                 budget -= count
             index += 1
@@ -129,13 +129,11 @@ class Scheduler:
 
     def _want(self, request: Request) -> int:
         """Tokens the request could run now; 0 once its last token is on its way, or while its home is undecided."""
-        if self._full(request):
-            return 0
-        return (request.probe or request.total) - request.computed
-
-    def _full(self, request: Request) -> bool:
         drawn = len(request.output) + request.pending
-        return drawn >= request.params.max_tokens or request.total >= self.engine.max_model_len
+        total = len(request.prompt) + drawn
+        if drawn >= request.params.max_tokens or total >= self.engine.max_model_len:
+            return 0
+        return (request.probe or total) - request.computed
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Free blocks for ``count`` more tokens by preempting from the young end; says whether anyone was."""
@@ -154,11 +152,12 @@ class Scheduler:
 
     def _take(self, request: Request, count: int) -> Chunk:
         need = self.pool.blocks_for(request.computed + count) - len(request.blocks)
-        request.blocks += self.pool.allocate(max(need, 0))
-        start = request.computed
+        if need > 0:
+            request.blocks += self.pool.allocate(need)
+        start, total = request.computed, request.total
         request.computed += count
-        samples = request.computed == request.total
-        chunk = Chunk(request, start, count, samples, request.total)
+        samples = request.computed == total
+        chunk = Chunk(request, start, count, samples, total)
         request.pending += samples
         return chunk
 
@@ -216,7 +215,7 @@ class Scheduler:
         """Out of ``running``: blocks and device row are given back."""
         self.running.remove(request)
         self.pool.release(request.blocks)
-        request.blocks = []
+        request.blocks, request.published = [], 0
         self._rows.append(request.row)
         request.row = -1
 
