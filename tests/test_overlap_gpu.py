@@ -18,6 +18,7 @@ from epmoe.comm import Comm
 from epmoe.config import EngineConfig, ModelConfig
 from epmoe.engine.engine import Engine
 from epmoe.moe.timeline import hidden_of
+from epmoe.ops.blas import blas_sms
 from placement.plan import plan_from_ranks
 
 pytestmark = pytest.mark.gpu
@@ -128,3 +129,12 @@ def test_timeline_of_two_lanes(pool, model, exchange):
         assert {s.row for s in spans if s.stage in ("router", "dispatch", "combine")} == {"travel"}
         found = hidden_of(spans)[-1]
         assert 0 <= found.beside <= found.communication
+
+
+def test_fewer_sms_for_blas_change_no_more_than_rounding():
+    x, weight = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    want = torch.nn.functional.linear(x.double(), weight.double())
+    for sms in (0, 16, 116):
+        with blas_sms(sms):
+            out = torch.nn.functional.linear(x, weight)
+        assert float((out.double() - want).norm() / want.norm()) < 4e-3
