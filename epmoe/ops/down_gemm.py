@@ -9,6 +9,7 @@ import triton.language as tl
 from epmoe.ops.grouped_gemm import TileConfig, launch, locate, mma, rows_descriptor, takes_descriptors, zeros
 from epmoe.ops.launch import wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex
+from epmoe.ops.specialised_gemm import specialised_gemm
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -65,6 +66,8 @@ def down_kernel(
 
 def down_triton(act_MF, index: MoEIndex, weights, config: TileConfig, num_sms: int = 0) -> torch.Tensor:
     """Unweighted expert outputs ``[M, D]`` in pair order; rows from the number of pairs on are undefined."""
+    if config.specialised:
+        return specialised_gemm(act_MF, index, weights.down, None, config.group, num_sms)
     slots, hidden, features = weights.down.shape
     out_MD = act_MF.new_empty((act_MF.shape[0], hidden))
     tma = takes_descriptors(weights, act_MF.device)

@@ -18,6 +18,7 @@ from epmoe.ops.grouped_gemm import (
 )
 from epmoe.ops.launch import wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex
+from epmoe.ops.specialised_gemm import specialised_gemm
 
 
 @triton.jit
@@ -118,6 +119,8 @@ def gate_up_kernel(
 
 def gate_up_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, act: str, num_sms: int = 0) -> torch.Tensor:
     """Activated features ``[M, F]`` in pair order; rows from the number of pairs on are undefined."""
+    if config.specialised:
+        return specialised_gemm(rows_RD, index, weights.gate_up, act, config.group, num_sms)
     slots, hidden, features = weights.down.shape
     out_MF = rows_RD.new_empty((index.row_M.numel(), features))
     tma = takes_descriptors(weights, rows_RD.device)

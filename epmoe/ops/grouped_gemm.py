@@ -37,6 +37,8 @@ class TileConfig:
     """Pair blocks whose tiles run side by side."""
     flatten: bool = False
     """Let the loads of the next tile start under the end of this one."""
+    specialised: bool = False
+    """The kernel of specialised_gemm.py, for blocks of 128 pairs; of the rest only ``group`` counts."""
 
 
 @triton.jit

@@ -42,6 +42,12 @@ def has_hopper_features(device: torch.device) -> bool:
 
 
 @lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Warpgroup products (wgmma): compute capability 9 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; a small number on CPU, where only the interpreter runs kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -19,6 +19,7 @@ CANDIDATES = (
     (128, TileConfig(256, 64, 8, 3, 1, flatten=True)),
     (128, TileConfig(256, 64, 8, 3, 1, flatten=True, group=16)),
     (128, TileConfig(256, 64, 8, 4, 1, group=16)),
+    (128, TileConfig(256, 64, 12, 4, specialised=True)),
     (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
     (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),
 )

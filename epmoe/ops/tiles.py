@@ -1,7 +1,8 @@
 """Which kernel variant and which tiles: a function of (pairs, slots, D, F, dtype), measured on one H200.
 
 Variants: *vector* for one row; *stream*: weights stream past tiles of 16 or 32 pairs, as the left operand; *blocked*:
-tiles of 64 or 128 pairs x 256 weight rows; *plain* pointers for shapes that TMA does not take and for float32.
+tiles of 64 or 128 pairs x 256 weight rows, on Hopper with warps that only load; *plain* pointers for shapes that TMA
+does not take and for float32.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
+from epmoe.ops.launch import is_hopper
 from epmoe.ops.moe_index import block_rows
 
 PINNED_ROWS = 64
@@ -33,6 +35,7 @@ STREAM_TWO = TileConfig(cols=128, depth=128, warps=4, stages=3, per_sm=2, swap=T
 NARROW = TileConfig(cols=128, depth=64, warps=4, stages=4, per_sm=2, swap=True, flatten=True)
 BLOCKED_64 = TileConfig(cols=256, depth=64, warps=8, stages=4, flatten=True)
 BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
+SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
 
 # By mean pairs per slot, up to: block rows, gate_up, down.  From scripts/bench_moe.py on one H200 (docs/results).
 BY_MEAN = (
@@ -57,4 +60,6 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
     if plain:
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    if gate_up.specialised and not is_hopper(rows_RD.device):
+        gate_up, down = BLOCKED_128, BLOCKED_128
     return Choice(rows, gate_up, down, vector)
