@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Check, tune and time the MoE layer on one GPU; one line per case, JSON on request.
 
-    scripts/bench_moe.py [--shapes mixtral,qwen3] [--tokens 1,64,4096] [--seconds 240] [--json FILE]
+    scripts/bench_moe.py [--shapes mixtral,qwen3] [--tokens 1,64,4096] [--untuned] [--seconds 240] [--json FILE]
 
 In this order, each part guarded so that a failing one does not lose the rest: kernels compiled side by side in
 processes, checks against float32, ceilings of the machine, and per (shape, T): tiles tuned, the layer timed beside its
-peers, skewed routing, components.  A case whose own check is red is not timed.
+peers, skewed routing, components.  A case whose own check is red is not timed.  ``--untuned`` leaves out the tuning and
+its checks and times the heuristic's tiles, also on 116 and 124 SMs; a shape may be given as E:K:D:F.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.ops.combine import weighted_sum_triton  # noqa: E402
 from epmoe.ops.down_gemm import down_triton  # noqa: E402
-from epmoe.ops.experts import expert_mlp_triton  # noqa: E402
+from epmoe.ops.experts import ExpertOptions, expert_mlp_triton  # noqa: E402
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up  # noqa: E402
 from epmoe.ops.gate_up_gemm import gate_up_triton  # noqa: E402
 from epmoe.ops.moe_index import block_rows, build_index_triton  # noqa: E402
@@ -37,6 +38,7 @@ from scripts import moe_bench_lib as lib  # noqa: E402
 from scripts.moe_bench_checks import LIMIT, check_cases, check_invariance, compile_all  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
+FEWER_SMS = (116, 124)
 
 
 def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, bad: set) -> tuple[Choice, list]:
@@ -56,7 +58,8 @@ def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, 
                     "gate_up": [lambda t=tile: vector_gate_up(x_TD, index, weights, "silu", t)],
                     "down": [lambda t=tile: vector_down(act, index, weights, mix, t)],
                 },
-                2, copies,
+                2,
+                copies,
             )
             log.append({"tile": tile, **us})
         pick = [min(log, key=lambda r: r[k])["tile"] for k in ("gate_up", "down")]
@@ -72,7 +75,8 @@ def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, 
                 "gate_up": [partial(gate_up_triton, x_TD, index, weights, config, "silu")],
                 "down": [partial(down_triton, act, index, weights, config)],
             },
-            1, copies,
+            1,
+            copies,
         )
         log.append({"rows": rows, "config": asdict(config), **us})
         for kernel in ("gate_up", "down"):
@@ -82,7 +86,7 @@ def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, 
     return Choice(rows, best[rows, "gate_up"][1], best[rows, "down"][1]), log
 
 
-def time_case(timer, shape, weights, tokens, choice, routing, peers) -> dict:
+def time_case(timer, shape, weights, tokens, choice, routing, peers, untuned=False) -> dict:
     """Reduce and exact mode of the layer and the peers over three rotating inputs, checked first."""
     inputs = [lib.make_inputs(shape, tokens, routing) for _ in range(3)]
     sample = torch.randperm(tokens, device="cuda")[:48]
@@ -94,6 +98,13 @@ def time_case(timer, shape, weights, tokens, choice, routing, peers) -> dict:
         "grouped_mm": lambda x, g: lib.peer_grouped_mm(x, g, weights, shape),
         "deterministic": lambda x, g: lib.layer_deterministic(x, g, weights, shape),
     }
+    if untuned:
+        del functions["default"]
+        for sms in FEWER_SMS if tokens in (64, 1024, 4096) and routing == "uniform" else ():
+            options = ExpertOptions(num_sms=sms)
+            functions[f"{sms} SMs"] = lambda x, g, o=options: lib.layer(x, g, weights, shape, choice, options=o)
+        if routing != "uniform":
+            functions = {name: functions[name] for name in ("reduce", "grouped_mm")}
     result = {"shape": shape.name, "tokens": tokens, "routing": routing, "us": {}, "error": {}}
     for name, function in functions.items():
         try:
@@ -154,20 +165,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(s.name for s in lib.SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--untuned", action="store_true", help="the heuristic's tiles only")
     parser.add_argument("--seconds", type=float, default=240, help="stop starting new cases after this long")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def run_shape(timer, shape, tokens, report, left) -> None:
+def run_shape(timer, shape, tokens, report, left, untuned) -> None:
     weights = lib.make_weights(shape)
-    checked = check_cases(shape, weights, report["hung"])
+    checked = [] if untuned else check_cases(shape, weights, report["hung"])
     red = [c for c in checked if not c["error"] < LIMIT]
     bad = {i for i, (r, c) in enumerate(CANDIDATES) for k in red if (r, asdict(c)) == (k["rows"], k["config"])}
     report["checks"] += checked
     report["invariant"][shape.name] = check_invariance(shape, weights)
     try:
-        peers = lib.transformers_peers(weights, shape)
+        peers = {} if untuned else lib.transformers_peers(weights, shape)
         peers = {k: (lambda x, g, f=f: f(x, g)) for k, f in peers.items()}
     except Exception as error:
         print(f"transformers' experts are left out: {error!r}")
@@ -177,13 +189,17 @@ def run_shape(timer, shape, tokens, report, left) -> None:
             print(f"out of time before {shape.name} T {count}")
             return
         try:
-            choice, log = tune(timer, shape, weights, count, bad)
+            if untuned:
+                rows_RD = weights.down.new_empty((count, shape.hidden))
+                choice, log = choose(rows_RD, count * shape.top_k, weights), []
+            else:
+                choice, log = tune(timer, shape, weights, count, bad)
             report["tuning"].append({"shape": shape.name, "tokens": count, "log": log, "choice": asdict(choice)})
             some = peers if count in (64, 4096) and shape.name != "mixtral" else {}
             some = {k: f for k, f in some.items() if k != "hf-batched" or count == 64}
-            result = time_case(timer, shape, weights, count, choice, "uniform", some)
+            result = time_case(timer, shape, weights, count, choice, "uniform", some, untuned)
             show(result, report["ceilings"])
-            skewed = time_case(timer, shape, weights, count, choice, "zipf", {}) if count > 1 else None
+            skewed = time_case(timer, shape, weights, count, choice, "zipf", {}, untuned) if count > 1 else None
             if skewed:
                 show(skewed, report["ceilings"])
             report["cases"] += [r for r in (result, skewed) if r]
@@ -199,11 +215,12 @@ def main() -> int:
     args = arguments()
     start = time.monotonic()
     left = lambda: args.seconds - (time.monotonic() - start)  # noqa: E731
-    shapes = [s for s in lib.SHAPES if s.name in args.shapes.split(",")]
+    known = {shape.name: shape for shape in lib.SHAPES}
+    shapes = [known.get(name) or lib.Shape(name, *map(int, name.split(":"))) for name in args.shapes.split(",")]
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     report |= {"triton": triton.__version__, "device": torch.cuda.get_device_name()}
     report |= {k: [] for k in ("checks", "tuning", "cases", "components")} | {"invariant": {}}
-    report["failed_compiles"], hung = compile_all(shapes)
+    report["failed_compiles"], hung = compile_all(shapes, args.untuned)
     report["hung"] = [what for kind, what in hung if kind == "tile"]
     print(f"compiled in {time.monotonic() - start:.0f} s", *report["failed_compiles"], *hung, sep="\n", flush=True)
     timer = lib.Timer()
@@ -211,7 +228,7 @@ def main() -> int:
     print({k: report[k] for k in ("device", "torch", "triton", "ceilings")}, flush=True)
     for shape in shapes:
         try:
-            run_shape(timer, shape, [int(t) for t in args.tokens.split(",")], report, left)
+            run_shape(timer, shape, [int(t) for t in args.tokens.split(",")], report, left, args.untuned)
         except Exception:
             traceback.print_exc()
         torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.moe_index import build_index_triton
 from epmoe.ops.router import route_triton
 from epmoe.ops.tile_candidates import CANDIDATES, VECTORS
-from epmoe.ops.tiles import PINNED, PINNED_ROWS, Choice, choose
+from epmoe.ops.tiles import BY_MEAN, PINNED, PINNED_ROWS, Choice, choose
 from scripts import moe_bench_lib as lib
 
 LIMIT = 1e-2
@@ -56,9 +56,13 @@ def compile_one(task: tuple) -> str:
     return ""
 
 
-def compile_all(shapes: list) -> tuple[list, list]:
-    """Compile and try every candidate side by side: failures, and the tasks not done after a minute (hung)."""
-    tasks = [("small", s) for s in shapes] + [("tile", c) for c in (*CANDIDATES, (PINNED_ROWS, PINNED))]
+def compile_all(shapes: list, untuned: bool) -> tuple[list, list]:
+    """Compile and try every candidate side by side: failures, and the tasks not done after a minute (hung).
+
+    ``untuned``: only what the heuristic may choose.
+    """
+    tiles = {(rows, config) for _, rows, *configs in BY_MEAN for config in configs} if untuned else CANDIDATES
+    tasks = [("small", s) for s in shapes] + [("tile", c) for c in (*tiles, (PINNED_ROWS, PINNED))]
     tasks += [("vector", v) for v in VECTORS]
     pool = get_context("spawn").Pool(12)
     results = [pool.apply_async(compile_one, (task,)) for task in tasks]
