@@ -14,6 +14,7 @@ from launch.recording import RECORD_TOKENS
 from launch.session import Starting
 from placement.errors import UserError
 
+GPU_BLOCK_SIZE = 64  # attention's tiles of keys: whole blocks come by the copy engine
 SAMPLING = {  # option -> (SamplingParams field, type, help)
     "--max-tokens": ("max_tokens", int, "most tokens to generate for a prompt (default 64)"),
     "--temperature": ("temperature", float, "0 takes the most likely token (default 0)"),
@@ -151,6 +152,7 @@ def complete_settings(
     if settings.setdefault("dtype", "auto") == "auto":
         settings["dtype"] = "float32" if on_cpu else model.dtype
     settings.setdefault("threads", max(1, cores() // starting.local_world))
+    settings.setdefault("block_size", EngineConfig.block_size if on_cpu else GPU_BLOCK_SIZE)
     settings.setdefault("max_model_len", _default_length(settings, model))
     settings["tuned"] = _tuned_text(settings.get("tuned"), on_cpu)
     engine = EngineConfig.from_dict(settings, source)
@@ -160,7 +162,7 @@ def complete_settings(
 
 def _default_length(settings: dict, model: ModelConfig) -> int:
     """The engine's default, where neither the model's positions nor the KV blocks end before it."""
-    blocks, size = settings.get("num_blocks"), settings.get("block_size", EngineConfig.block_size)
+    blocks, size = settings.get("num_blocks"), settings["block_size"]
     held = blocks * size if isinstance(blocks, int) and isinstance(size, int) else EngineConfig.max_model_len
     return max(1, min(EngineConfig.max_model_len, model.max_position_embeddings, held))
 
