@@ -32,7 +32,7 @@ from epmoe.ops.p2p_signal import HOST_WORDS, RECORD, Place, read_failure, wait_s
 SLOTS = 32  # of a rank
 
 
-def graph_us(call: Callable, copies: int, warm: int = 2, repeats: int = 7) -> float:
+def graph_us(call: Callable, copies: int, repeats: int = 7) -> float:
     """Median microseconds of one call among ``copies`` in a replayed graph."""
     call()
     torch.cuda.synchronize()
@@ -41,8 +41,6 @@ def graph_us(call: Callable, copies: int, warm: int = 2, repeats: int = 7) -> fl
         for _ in range(copies):
             call()
     times = []
-    for _ in range(warm):
-        graph.replay()
     for _ in range(repeats + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -54,10 +52,17 @@ def graph_us(call: Callable, copies: int, warm: int = 2, repeats: int = 7) -> fl
 
 
 def copy_rate() -> float:
-    """GB/s of a large copy, bytes read and written."""
-    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    """GB/s of large copies one after another, bytes read and written."""
+    source = torch.ones(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / graph_us(lambda: target.copy_(source), 4, warm=25) / 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for n in range(60):
+        if n == 30:
+            begin.record()
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 30 * 2 * source.nbytes / begin.elapsed_time(end) / 1e6
 
 
 def bench_virtual(args) -> None:

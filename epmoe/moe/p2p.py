@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from epmoe.comm import Comm, PeerMemory, open_buffers
 from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
 from epmoe.moe.p2p_transports import Copy, Device, Put, open_lanes
+from epmoe.moe.peer_order import matched_order
 from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
 from epmoe.ops.p2p_put import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
@@ -52,7 +54,6 @@ class P2P:
     Args:
         memory: buffers already opened for all lanes, `buffer_size` bytes; without, they are opened here, by all ranks
             together (`comm.NoPeerMemory` where that cannot be).
-        order_W: the order in which this rank visits its peers; without, from its right neighbour on.
         limit_s: how long a peer may be late.
     """
 
@@ -64,17 +65,18 @@ class P2P:
         comm: Comm,
         shape: ExchangeShape,
         memory: PeerMemory | None = None,
-        order_W: torch.Tensor | None = None,
         limit_s: float = LIMIT_S,
     ) -> None:
         self.comm, self.shape = comm, shape
         self.layout = layout = lane_layout(comm.world, shape)
         self.memory = memory or open_buffers(comm, buffer_size(comm.world, shape))
         self.host = torch.zeros(HOST_WORDS, dtype=torch.int64, pin_memory=comm.device.type == "cuda")
-        order_1W = peer_order(comm.world, comm.rank, 1) if order_W is None else order_W.view(1, -1).int()
-        self.lanes = open_lanes(self.memory, layout, LANES, order_1W.to(comm.device), comm.rank)
-        device = Device(comm, shape, layout, self.lanes, order_1W[0].tolist(), self.host, limit_s)
-        self.put, self.copy = Put(device, PutOptions()), Copy(device)
+        order_1W = peer_order(comm.world, comm.rank, 1)
+        self._order_1W = order_1W.to(comm.device)
+        self.lanes = open_lanes(self.memory, layout, LANES, self._order_1W, comm.rank)
+        self.device = device = Device(comm, shape, layout, self.lanes, order_1W[0].tolist(), self.host, limit_s)
+        side = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
+        self.put, self.copy = Put(device, PutOptions(), side), Copy(device)
         words = self.memory.local[: LANES * layout.total].view(torch.int64).view(LANES, -1)
         self._step_L = words[:, layout.at("state") // 8 + STEP]
         self._gone: int | None = None
@@ -102,6 +104,13 @@ class P2P:
         large = tokens >= self.copy_from and tokens > self.shape.graph_tokens
         self.transport = self.copy if large else self.put
         self._step_L.fill_(self.comm.at.step)
+
+    def expect_traffic(self, rows_WW: np.ndarray) -> None:
+        """Visit peers in rounds that suit the expected rows from each rank to each, the same figures on all ranks;
+        without a forecast they rotate.  Not while a step is under way; captured graphs follow."""
+        order_W = matched_order(rows_WW)[self.comm.rank]
+        self._order_1W.copy_(torch.from_numpy(order_W))
+        self.device.order_W[:] = order_W.tolist()
 
     def overflowed(self) -> None:
         return None

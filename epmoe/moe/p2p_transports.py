@@ -89,10 +89,13 @@ class PutSending:
 
 @dataclass(frozen=True)
 class PutRoute:
-    """The way back for the rows of one dispatch."""
+    """The way back for the rows of one dispatch; held until the answers are here, so that the side stream's reads and
+    allocations are over when it goes."""
 
     sending: PutSending
+    received: Received
     plan: CombinePlan
+    planned: torch.cuda.Event | None
 
     @property
     def by(self) -> Put:
@@ -101,10 +104,14 @@ class PutRoute:
 
 @dataclass(frozen=True)
 class Put:
-    """Static shapes and no count on the host: may be captured."""
+    """Static shapes and no count on the host: may be captured.
+
+    ``side``: where the way back is planned beside the experts; on CPU none.
+    """
 
     device: Device
     options: PutOptions
+    side: torch.cuda.Stream | None
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> PutSending:
         device, slots = self.device, self.device.shape.slots_per_rank
@@ -119,19 +126,36 @@ class Put:
         device, lane, bound = self.device, sending.lane, sending.bound
         count_W = device.wait(lane, DISPATCH, bound)
         rows_RD, index, weight_RK = device.arrived(lane, bound, num_slots)
-        plan = combine_plan(device.lanes[lane].ranks, device.layout, index.pos_RK, weight_RK, bound)
         rows, top_k = len(rows_RD), device.shape.top_k
         most, likely = rows * min(top_k, num_slots), pairs_likely(bound, top_k)
-        return Received(rows_RD, rows, most, likely, count_W, index, weight_RK), PutRoute(sending, plan)
+        received = Received(rows_RD, rows, most, likely, count_W, index, weight_RK)
+        return received, PutRoute(sending, received, *self._plan(lane, received, bound))
 
-    def combine_begin(self, out_MD: torch.Tensor, route: PutRoute) -> PutSending:
+    def combine_begin(self, out_MD: torch.Tensor, route: PutRoute) -> PutRoute:
         device, sending = self.device, route.sending
+        if route.planned is not None:
+            torch.cuda.current_stream().wait_event(route.planned)
         ranks = device.lanes[sending.lane].ranks
         combine_put(ranks, device.layout, out_MD, route.plan, sending.bound, self.options)
-        return sending
+        return route
 
-    def combine_end(self, sending: PutSending, add_TD: torch.Tensor | None) -> torch.Tensor:
+    def combine_end(self, route: PutRoute, add_TD: torch.Tensor | None) -> torch.Tensor:
+        sending = route.sending
         return self.device.answer(sending.lane, sending.bound, sending.index_TJ, sending.weight_TK, add_TD)
+
+    def _plan(self, lane: int, received: Received, bound: int) -> tuple[CombinePlan, torch.cuda.Event | None]:
+        arguments = (
+            self.device.lanes[lane].ranks,
+            self.device.layout,
+            received.index.pos_RK,
+            received.weight_RK,
+            bound,
+        )
+        if self.side is None:
+            return combine_plan(*arguments), None
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            return combine_plan(*arguments), self.side.record_event()
 
 
 @dataclass(frozen=True)
@@ -180,9 +204,9 @@ class Copy:
         sizes = Sizes.of(torch.cat((sending.packed.counts_4W, header_W4.T)).cpu())
         lane = device.lanes[sending.lane]
         start = device.comm.rank * sending.bound
-        for w in device.order_W:
+        for w in device.order_W[:-1]:
             count, first = sizes.rows_W[w], sizes.first_W[w]
-            self._move(lane, w, "rows", start, sending.packed.rows_ND[first : first + count])
+            self._target(lane, w, "rows", start, count).copy_(sending.packed.rows_ND[first : first + count])
         send_signal(lane.ranks, layout, DISPATCH, len(sending.weight_TK), sending.bound)
         return replace(sending, sizes=sizes)
 
@@ -202,15 +226,20 @@ class Copy:
         device, sending, received = self.device, route.sending, route.received
         sizes, lane = sending.sizes, device.lanes[sending.lane]
         if device.layout.reduce:
-            rows_ND = weighted_sum(out_MD, received.index.pos_RK, received.weight_RK)
-            counts_W, answers_W = sizes.received_rows_W, sizes.answer_row_W
-            starts_W = [w * sending.bound for w in range(device.layout.world)]
+            sums_RD = weighted_sum(out_MD, received.index.pos_RK, received.weight_RK)
+            for w in device.order_W:
+                first, count = w * sending.bound, sizes.received_rows_W[w]
+                target = self._target(lane, w, "returned", sizes.answer_row_W[w], count)
+                target.copy_(sums_RD[first : first + count])
         else:
-            rows_ND = out_MD.index_select(0, route.plan.source_E[: received.M_cap])
-            counts_W, answers_W = sizes.received_pairs_W, sizes.answer_pair_W
-            starts_W = [sum(counts_W[:w]) for w in range(len(counts_W))]
-        for w in device.order_W:
-            self._move(lane, w, "returned", answers_W[w], rows_ND[starts_W[w] : starts_W[w] + counts_W[w]])
+            for w in device.order_W:
+                first, count = sum(sizes.received_pairs_W[:w]), sizes.received_pairs_W[w]
+                target = self._target(lane, w, "returned", sizes.answer_pair_W[w], count)
+                source_E = route.plan.source_E[first : first + count]
+                if w == device.comm.rank:
+                    torch.index_select(out_MD, 0, source_E, out=target)
+                else:
+                    target.copy_(out_MD.index_select(0, source_E))
         send_signal(lane.ranks, device.layout, COMBINE, 0, sending.bound)
         return sending
 
@@ -219,12 +248,10 @@ class Copy:
         index_TJ = rank_index(packed.hit_TW) if self.device.layout.reduce else choice_index(packed.rank_TK)
         return self.device.answer(sending.lane, sending.bound, index_TJ, sending.weight_TK, add_TD)
 
-    def _move(self, lane: Lane, w: int, region: str, row: int, rows_ND: torch.Tensor) -> None:
-        """One block into rank w's buffer, from row ``row`` of a region on."""
-        if len(rows_ND):
-            layout = self.device.layout
-            target = layout.view(lane.peers[w], region, rows_ND.dtype, row + len(rows_ND), rows_ND.shape[1])
-            target[row:].copy_(rows_ND)
+    def _target(self, lane: Lane, w: int, region: str, row: int, count: int) -> torch.Tensor:
+        """``count`` rows of a region of rank w's buffer, from row ``row`` on."""
+        shape = self.device.shape
+        return self.device.layout.view(lane.peers[w], region, shape.dtype, row + count, shape.hidden)[row:]
 
 
 def open_lanes(memory: PeerMemory, layout: Layout, count: int, order_1W: torch.Tensor, rank: int) -> list[Lane]:

@@ -1,8 +1,8 @@
 """Rows grouped by destination, for the copy engines: the ``copy`` transport of the p2p exchange.
 
-``pack_rows`` lays this rank's rows out in local memory, a block for each destination in token order, writes their
-metadata straight to the peers, then a header with the sizes, and signals.  Once the headers are on the host
-(`Sizes`), one copy a peer moves each block: `move_blocks`.  ``send_signal`` ends such a group of copies.
+``pack_rows`` lays this rank's rows out in local memory, a block for each destination in token order (its own block at
+once in its receive buffer), writes their metadata straight to the peers, then a header with the sizes, and signals.
+Once the headers are on the host (`Sizes`), one copy a peer moves each block, and ``send_signal`` ends the group.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sizes:
 @triton.jit(do_not_specialize=["me", "T", "bound", "slots_per_rank"])
 def _pack_kernel(
     table_ptr, x_ptr, slot_ptr, weight_ptr, hit_ptr, at_ptr, counts_ptr, rows_ptr, me, T, bound, slots_per_rank,
-    slot_at, token_at, weight_at, W: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, WORDS: tl.constexpr,
+    slot_at, token_at, weight_at, rows_at, W: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, REDUCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program t places token t in every block it goes to, and marks position t of every shorter block as no row."""
@@ -82,10 +82,13 @@ def _pack_kernel(
             weight = tl.load(weight_ptr + t * K + k, mask=(rank == w) & (k < K), other=0.0)
             tl.store(peer_weight + position * K + k, weight, mask=k < tl.where(hit, K, 0))
         row = (tl.load(counts_ptr + 2 * W + w) + place).to(tl.int64)
+        staged = rows_ptr.to(tl.int64) + row * (WORDS * 4)
+        own = base + rows_at + position.to(tl.int64) * (WORDS * 4)
+        to = tl.multiple_of(tl.where(w == me, own, staged).to(tl.pointer_type(tl.int32)), 16)
         for c0 in tl.static_range(0, WORDS, BLOCK):
             col = c0 + tl.arange(0, BLOCK)
             words = tl.load(x_ptr + t.to(tl.int64) * WORDS + col, mask=col < tl.where(hit, WORDS, 0))
-            tl.store(rows_ptr + row * WORDS + col, words, mask=col < tl.where(hit, WORDS, 0))
+            tl.store(to + col, words, mask=col < tl.where(hit, WORDS, 0))
 
 
 @triton.jit(do_not_specialize=["me", "tokens", "bound"])
@@ -156,6 +159,7 @@ def pack_rows(
         layout.at("slot"),
         layout.at("token"),
         layout.at("weight"),
+        layout.at("rows"),
         W=world,
         K=layout.top_k,
         K2=triton.next_power_of_2(layout.top_k),

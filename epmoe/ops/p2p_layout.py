@@ -26,6 +26,7 @@ returned ``[bound, J, D]``: the experts' answers; J = K in exact mode, W in redu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -63,7 +64,7 @@ class Layout:
     def row_bytes(self) -> int:
         return self.hidden * self.dtype.itemsize
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         rows = self.world * self.tokens
         return {
@@ -78,16 +79,19 @@ class Layout:
             "returned": self.tokens * self.answers * self.row_bytes,
         }
 
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        starts, start = {}, 0
+        for name, size in self.sizes.items():
+            starts[name] = start
+            start += size + -size % ALIGN
+        return starts
+
     def at(self, region: str) -> int:
         """Byte offset of a region."""
-        start = 0
-        for name, size in self.sizes.items():
-            if name == region:
-                return start
-            start += size + -size % ALIGN
-        raise KeyError(region)
+        return self.starts[region]
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes of one lane's buffer."""
         return sum(size + -size % ALIGN for size in self.sizes.values())

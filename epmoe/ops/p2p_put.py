@@ -28,11 +28,12 @@ MAX_BLOCK = 4096  # 4-byte words of a row that move at once: 16 bytes for each o
 
 @dataclass(frozen=True)
 class PutOptions:
-    """How a put runs: programs per rank, rows of a tile, warps (0: from the row's width)."""
+    """How a put runs: programs per rank, rows of a tile, warps and columns of a sum (0: from the row's width)."""
 
     programs: int = 16
     rows: int = 4
     warps: int = 0
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -441,24 +442,37 @@ def _reduce_kernel(
     for c0 in tl.static_range(0, D, BLOCK):
         col = c0 + tl.arange(0, BLOCK)
         sum_D = tl.zeros([BLOCK], tl.float32)
+        ahead = _entries(source_ptr, address_ptr, weight_ptr, start, end, total, U)
         for e0 in range(start, end, U):
-            parts, weights, lasts, targets = (), (), (), ()
-            for u in tl.static_range(U):  # all of a tile's loads come first
-                inside = e0 + u < end
-                row = tl.load(source_ptr + e0 + u, mask=inside, other=0).to(tl.int64) * D
-                width = tl.where(inside, D, 0)
+            sources, weights, targets, lasts = ahead
+            parts = ()
+            for u in tl.static_range(U):
+                width = tl.where(e0 + u < end, D, 0)
+                row = sources[u].to(tl.int64) * D
                 parts += (tl.load(out_ptr + row + col, mask=col < width, other=0.0, eviction_policy="evict_first"),)
-                weights += (tl.load(weight_ptr + e0 + u, mask=inside, other=0.0),)
-                address = tl.load(address_ptr + e0 + u, mask=inside, other=0)
-                behind = tl.load(address_ptr + e0 + u + 1, mask=e0 + u + 1 < total, other=0)
-                lasts += (inside & (behind != address),)
-                targets += (tl.multiple_of(address.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16),)
+            ahead = _entries(source_ptr, address_ptr, weight_ptr, e0 + U, end, total, U)
             for u in tl.static_range(U):
                 sum_D += parts[u].to(tl.float32) * weights[u]
                 width = tl.where(lasts[u], D, 0)
-                tl.store(targets[u] + col, sum_D.to(out_ptr.dtype.element_ty), mask=col < width)
+                to = tl.multiple_of(targets[u].to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
+                tl.store(to + col, sum_D.to(out_ptr.dtype.element_ty), mask=col < width)
                 sum_D = tl.where(lasts[u], 0.0, sum_D)
     finish_send(table_ptr, first_rank + v, state_at, sent_at, signal_at, 1, 0, bound, W, W2, C)
+
+
+@triton.jit
+def _entries(source_ptr, address_ptr, weight_ptr, e0, end, total, U: tl.constexpr):
+    """Sources, weights, addresses of U entries and whether each is the last of its row."""
+    sources, weights, targets, lasts = (), (), (), ()
+    for u in tl.static_range(U):
+        inside = e0 + u < end
+        sources += (tl.load(source_ptr + e0 + u, mask=inside, other=0),)
+        weights += (tl.load(weight_ptr + e0 + u, mask=inside, other=0.0),)
+        address = tl.load(address_ptr + e0 + u, mask=inside, other=0)
+        behind = tl.load(address_ptr + e0 + u + 1, mask=inside & (e0 + u + 1 < total), other=0)
+        targets += (address,)
+        lasts += (inside & (behind != address),)
+    return sources, weights, targets, lasts
 
 
 @triton.jit
@@ -492,7 +506,7 @@ def combine_put(
     words = layout.row_bytes // 4
     block, warps, unroll = _tile(words, options)
     if layout.reduce:
-        columns = min(triton.next_power_of_2(layout.hidden), 2 * MAX_BLOCK)
+        columns = options.columns or min(triton.next_power_of_2(layout.hidden), 2 * MAX_BLOCK)
         _reduce_kernel[grid](
             ranks.table_W,
             out_MD,
@@ -504,7 +518,7 @@ def combine_put(
             **common,
             D=layout.hidden,
             BLOCK=columns,
-            U=2 * options.rows,
+            U=options.rows,
             num_warps=options.warps or max(4, min(32, columns // 256)),
             **pdl_options(out_MD),
         )

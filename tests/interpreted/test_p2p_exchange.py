@@ -1,5 +1,6 @@
 """`P2P` through the contract on CPU: every rank's exchange in one process, a stage at a time, kernels interpreted."""
 
+import numpy as np
 import pytest
 import torch
 from p2p_cases import Case, inputs, lockstep_ranks, lockstep_round, reference
@@ -56,3 +57,19 @@ def test_rows_received_are_counted_by_source():
         received, _ = exchange.dispatch_end(sent[rank], 2)
         want = [int(((part[1] >= 0) & (part[1] // 2 == rank)).any(1).sum()) for part in parts]
         assert received.count_W.tolist() == want
+
+
+@pytest.mark.parametrize("copy_from", [100, 0], ids=["put", "copy"])
+def test_any_order_of_peers_gives_the_same(copy_from):
+    case = Case(4, 2, 2, 2, 16, 2, torch.float32, False)
+    exchanges = lockstep_ranks(case)
+    traffic = np.ones((4, 4))
+    for sender, receiver in ((0, 2), (2, 1), (1, 3), (3, 0)):
+        traffic[sender, receiver] = 100
+    for exchange in exchanges:
+        exchange.copy_from = copy_from
+        exchange.expect_traffic(traffic)
+        exchange.begin_step(2)
+    assert [exchange.lanes[1].ranks.order_VW[0, 0].item() for exchange in exchanges] == [2, 3, 1, 0]
+    data = inputs(case, 1)
+    assert torch.equal(lockstep_round(exchanges, case, data), reference(case, *data))
