@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cli import Run
 from drive import Script
 from tiny_checkpoints import save_tiny
 
@@ -87,3 +88,14 @@ def test_without_a_timeline_nothing_is_kept(tmp_path):
     engine = Engine(EngineConfig(model, max_model_len=64, num_blocks=16), Comm(0, 1, torch.device("cpu")))
     assert engine.runner.decoder.timeline is None and engine.comm.on_work is None
     assert list(timeline_messages(engine)) == []
+
+
+def test_generate_writes_a_timeline_and_says_what_was_hidden(tmp_path):
+    file = tmp_path / "timeline.json"
+    prompt = ["--prompt", "The sea", "--max-tokens", "2"]
+    run = Run(tmp_path / "run", "generate", "--model", "demo", "--ranks", "2", "--timeline", str(file), *prompt)
+    assert run.end() == 0, run.err
+    assert "communication hidden: " in run.out and "by layer: 0 " in run.out and "fan-out " in run.out
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {"attention", "dispatch", "experts", "combine", "head"} <= {event["name"] for event in events}
