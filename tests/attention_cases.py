@@ -145,10 +145,10 @@ def check_twin(heads, dtype, device, tiled: bool) -> None:
 LATENT = [(3, 32, 16), (16, 64, 16), (128, 512, 64)]  # heads, value columns, rotary columns
 
 
-def check_latent(shape, dtype, device, tiled: bool, lens=LENS) -> None:
+def check_latent(shape, dtype, device, tiled: bool, lens=LENS, block_size: int = 16) -> None:
     """The latent kernel and its twin against float64 loops: prompts, mixed steps, and a refilled decode batch."""
     H, value_dim, rope = shape
-    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device)
+    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device, block_size)
     cache.v = [k[..., :value_dim] for k in cache.k]
     cache.scale = 0.7 * (value_dim + rope) ** -0.5
     cache.cache = cache.cache[:1].clone()

@@ -40,9 +40,10 @@ def test_blocks_as_long_as_tiles(block_size, dtype, tiled):
 
 
 @MODES
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("shape", attention_cases.LATENT, ids=str)
-def test_latent(shape, tiled):
-    attention_cases.check_latent(shape, torch.bfloat16, "cuda", tiled, [1, 15, 17, 66, 130, 300])
+def test_latent(shape, block_size, tiled):
+    attention_cases.check_latent(shape, torch.bfloat16, "cuda", tiled, [1, 15, 17, 66, 130, 300], block_size)
 
 
 @MODES

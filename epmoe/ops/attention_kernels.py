@@ -28,20 +28,31 @@ def softmax_step(score, peak, total):
 
 
 @triton.jit
-def _attend_keys(
-    state, q, position, start, stop, table_ptr, block_stride, cache, k_ptr, value_stride, scale, tile: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add keys ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees.
+def split_keys(start, stop, seen, KEYS: tl.constexpr, EXACT: tl.constexpr):
+    """Where whole tiles of keys end: those that every row sees, or in exact mode those that are written."""
+    whole = stop if EXACT else tl.minimum(seen, stop)
+    return start + tl.maximum(whole - start, 0) // KEYS * KEYS
 
-    Keys come by pointers from ``k_ptr``, or, where a tile lies within one block, by TMA from descriptor ``cache``:
-    there ``k_ptr`` is the head's first row of it and ``value_stride`` the rows from keys to values.
+
+@triton.jit
+def _attend_keys(
+    state, q, position, start, stop, table_ptr, block_stride, cache, scale, tile: tl.constexpr, HIDE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add keys ``start .. stop`` to (peak, total, acc).
+
+    Args:
+        cache: pointer to the head's first key, elements from keys to values, and where ``TMA`` the descriptor of the
+            cache as rows, the head's first row, and the rows from keys to values.
+        HIDE: rows may not see all keys.
+        PARTIAL: the last tile is not whole; what lies beyond it may never have been written, and hold NaN.
     """
     D: tl.constexpr = tile[0]
     D2: tl.constexpr = tile[1]
     KEYS: tl.constexpr = tile[2]
     BLOCK_SIZE: tl.constexpr = tile[3]
-    TMA: tl.constexpr = tile[4]
+    TMA: tl.constexpr = tile[4] and not PARTIAL
+    k_ptr, value_stride, rows, head_row, value_rows = cache
     peak, total, acc = state
     d = tl.arange(0, D2)
     ahead = 0
@@ -51,30 +62,28 @@ def _attend_keys(
         key = first + tl.arange(0, KEYS)
         inside = (key < stop)[:, None] & (d < D)[None, :]
         if TMA:
-            line = k_ptr + ahead * BLOCK_SIZE + first % BLOCK_SIZE
+            line = head_row + ahead * BLOCK_SIZE + first % BLOCK_SIZE
             following = first + KEYS  # its block's number is under way while this tile is multiplied
             ahead = tl.load(table_ptr + following // BLOCK_SIZE * block_stride, mask=following < stop, other=0)
-            k = cache.load([line, 0])
+            k = rows.load([line, 0])
         else:
-            if MASKED:
+            if PARTIAL:
                 block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
             else:
                 block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
             slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
             source = k_ptr + slot[:, None] * D + d[None, :]
-            if MASKED or D != D2:
+            if PARTIAL or D != D2:
                 k = tl.load(source, mask=inside, other=0.0)
             else:
                 k = tl.load(source)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-        if MASKED:
+        if HIDE:
             score = tl.where((key[None, :] <= position[:, None]) & (key < stop)[None, :], score, float("-inf"))
         weight, keep, peak, total = softmax_step(score, peak, total)
         if TMA:
-            v = cache.load([line + value_stride, 0])
-            if MASKED:
-                v = tl.where(inside, v, 0.0)  # memory never written may hold NaN
-        elif MASKED or D != D2:
+            v = rows.load([line + value_rows, 0])
+        elif PARTIAL or D != D2:
             v = tl.load(source + value_stride, mask=inside, other=0.0)
         else:
             v = tl.load(source + value_stride)
@@ -147,7 +156,8 @@ def _merge_kernel(
 @triton.jit(do_not_specialize=["sequence_stride", "block_stride"])
 def _attend_kernel(
     q_ptr,
-    cache,
+    cache_ptr,
+    cache_rows,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -186,24 +196,23 @@ def _attend_kernel(
         at = ((token + query).to(tl.int64) * KVH + head) * G + (first_row + row) % G  # row of q and out as [T * H, D]
         q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=live, other=0.0)
         table = table_ptr + seq.to(tl.int64) * sequence_stride
-        if TMA:
-            k_ptr = head * head_stride
-        else:
-            k_ptr = cache + head.to(tl.int64) * head_stride
+        k_ptr = cache_ptr + head.to(tl.int64) * head_stride
+        cache = (
+            k_ptr,
+            value_stride,
+            cache_rows,
+            head * (head_stride // D).to(tl.int32),
+            (value_stride // D).to(tl.int32),
+        )
         nothing = tl.full([ROWS], float("-inf"), tl.float32)
         state = (nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D2], tl.float32))
-        full = start
-        tile: tl.constexpr = (D, D2, KEYS, BLOCK_SIZE, TMA)
         position = context + query
-        if not EXACT:
-            seen = tl.minimum(context + first_row // G + 1, stop)  # keys that every row sees
-            full += tl.maximum(seen - start, 0) // KEYS * KEYS
-            state = _attend_keys(
-                state, q, position, start, full, table, block_stride, cache, k_ptr, value_stride, scale, tile, False
-            )
+        tile: tl.constexpr = (D, D2, KEYS, BLOCK_SIZE, TMA)
+        whole = split_keys(start, stop, context + first_row // G + 1, KEYS, EXACT)
         state = _attend_keys(
-            state, q, position, full, stop, table, block_stride, cache, k_ptr, value_stride, scale, tile, True
-        )
+            state, q, position, start, whole, table, block_stride, cache, scale, tile, EXACT, False
+        )  # fmt: skip
+        state = _attend_keys(state, q, position, whole, stop, table, block_stride, cache, scale, tile, True, True)
         out_at = out_ptr + at[:, None] * D + d[None, :]
         spot = (item.to(tl.int64) * KVH + head) * ROWS
         finish(state, out_at, spot, row, d, live, parts, part_ptr, lse_ptr, D, SPLIT)
@@ -220,13 +229,14 @@ def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch,
 
 
 def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None:
-    _, kv_heads, blocks, block_size, D = cache_HBSd.shape
+    _, kv_heads, _, block_size, D = cache_HBSd.shape
     part, lse = work.scratch.buffers(kv_heads, D)
     tiling = work.tiling
-    tma = takes_descriptor(cache_HBSd, tiling)
+    tma = triton.next_power_of_2(D) == D and takes_descriptor(cache_HBSd, tiling.keys)
     _attend_kernel[work.item_XF.shape[0], kv_heads](
         q_THd,
-        rows_descriptor(cache_HBSd.view(-1, D), tiling.keys, D) if tma else cache_HBSd,
+        cache_HBSd,
+        rows_descriptor(cache_HBSd.view(-1, D), tiling.keys, D) if tma else None,
         out_THd,
         part,
         lse,
@@ -234,8 +244,8 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         work.item_XF,
         batch.block_table_NP.stride(0),
         batch.block_table_NP.stride(1),
-        blocks * block_size if tma else cache_HBSd.stride(1),
-        kv_heads * blocks * block_size if tma else cache_HBSd.stride(0),
+        cache_HBSd.stride(1),
+        cache_HBSd.stride(0),
         scale,
         KVH=kv_heads,
         G=q_THd.shape[1] // kv_heads,
@@ -285,9 +295,9 @@ def pipeline_stages(tiling: Tiling, dtype: torch.dtype, tma: bool) -> int:
     return tiling.stages if tma else tiling.stages + 2
 
 
-def takes_descriptor(cache_HBSd: torch.Tensor, tiling: Tiling) -> bool:
-    """Whether a tile of keys lies within one block and its rows are of a size that TMA takes."""
-    _, _, _, block_size, D = cache_HBSd.shape
-    whole = block_size % tiling.keys == 0 and triton.next_power_of_2(D) == D and D >= 16
+def takes_descriptor(cache_HBSd: torch.Tensor, keys: int) -> bool:
+    """Whether tiles of so many keys lie within one block and rows are such as TMA takes."""
+    block_size, d = cache_HBSd.shape[3:]
+    whole = block_size % keys == 0 and d * cache_HBSd.element_size() % 16 == 0
     device = cache_HBSd.device
     return whole and cache_HBSd.is_contiguous() and (device.type == "cpu" or has_hopper_features(device))

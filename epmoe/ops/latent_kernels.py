@@ -10,42 +10,50 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, softmax_step
+from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, softmax_step, split_keys, takes_descriptor
 from epmoe.ops.attention_work import FIELDS, Work
+from epmoe.ops.grouped_gemm import rows_descriptor
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 
 @triton.jit
 def _attend_latents(
-    state, q_value, q_rope, position, start, stop, table_ptr, block_stride, cache_ptr, scale, tile: tl.constexpr,
-    MASKED: tl.constexpr,
+    state, q_value, q_rope, position, start, stop, table_ptr, block_stride, cache, scale, tile: tl.constexpr,
+    HIDE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Add cached tokens ``start .. stop`` to (peak, total, acc); without ``MASKED`` whole tiles that every row sees."""
+    """Add cached tokens ``start .. stop`` to (peak, total, acc); ``HIDE`` and ``PARTIAL`` as in `attention_kernels`.
+
+    Args:
+        cache: pointer to the cache and, where ``TMA``, descriptors of its value and rotary columns.
+    """
     VALUE: tl.constexpr = tile[0]
     ROPE: tl.constexpr = tile[1]
     KEYS: tl.constexpr = tile[2]
     BLOCK_SIZE: tl.constexpr = tile[3]
+    TMA: tl.constexpr = tile[4] and not PARTIAL
+    cache_ptr, values, ropes = cache
     peak, total, acc = state
+    ahead = 0
+    if TMA:
+        ahead = tl.load(table_ptr + start // BLOCK_SIZE * block_stride, mask=start < stop, other=0)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)
-        if MASKED:
+        if TMA:
+            line = ahead * BLOCK_SIZE + first % BLOCK_SIZE
+            following = first + KEYS  # its block's number is under way while this tile is multiplied
+            ahead = tl.load(table_ptr + following // BLOCK_SIZE * block_stride, mask=following < stop, other=0)
+            value = values.load([line, 0])
+            rope = ropes.load([line, VALUE])
+        else:
             block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
-        else:
-            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        source = cache_ptr + slot[:, None] * (VALUE + ROPE)
-        value_at = source + tl.arange(0, VALUE)[None, :]
-        rope_at = source + VALUE + tl.arange(0, ROPE)[None, :]
-        if MASKED:
+            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+            source = cache_ptr + slot[:, None] * (VALUE + ROPE)
             inside = (key < stop)[:, None]
-            value = tl.load(value_at, mask=inside, other=0.0)
-            rope = tl.load(rope_at, mask=inside, other=0.0)
-        else:
-            value = tl.load(value_at)
-            rope = tl.load(rope_at)
+            value = tl.load(source + tl.arange(0, VALUE)[None, :], mask=inside, other=0.0)
+            rope = tl.load(source + VALUE + tl.arange(0, ROPE)[None, :], mask=inside, other=0.0)
         score = tl.dot(q_value, tl.trans(value), input_precision="ieee")
         score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * (scale * LOG2E)
-        if MASKED:
+        if HIDE:
             score = tl.where((key[None, :] <= position[:, None]) & (key < stop)[None, :], score, float("-inf"))
         weight, keep, peak, total = softmax_step(score, peak, total)
         acc = tl.dot(weight.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
@@ -56,6 +64,8 @@ def _attend_latents(
 def _latent_kernel(
     q_ptr,
     cache_ptr,
+    values,
+    ropes,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -73,6 +83,7 @@ def _latent_kernel(
     FIELDS: tl.constexpr,
     EXACT: tl.constexpr,
     SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program: one item."""
@@ -94,16 +105,14 @@ def _latent_kernel(
         table = table_ptr + seq.to(tl.int64) * sequence_stride
         nothing = tl.full([ROWS], float("-inf"), tl.float32)
         state = (nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUE], tl.float32))
-        full = start
-        tile: tl.constexpr = (VALUE, ROPE, KEYS, BLOCK_SIZE)
-        if not EXACT:
-            seen = tl.minimum(context + first_row // H + 1, stop)  # cached tokens that every row sees
-            full += tl.maximum(seen - start, 0) // KEYS * KEYS
-            state = _attend_latents(
-                state, q_value, q_rope, position, start, full, table, block_stride, cache_ptr, scale, tile, False
-            )
+        tile: tl.constexpr = (VALUE, ROPE, KEYS, BLOCK_SIZE, TMA)
+        cache = (cache_ptr, values, ropes)
+        whole = split_keys(start, stop, context + first_row // H + 1, KEYS, EXACT)
         state = _attend_latents(
-            state, q_value, q_rope, position, full, stop, table, block_stride, cache_ptr, scale, tile, True
+            state, q_value, q_rope, position, start, whole, table, block_stride, cache, scale, tile, EXACT, False
+        )
+        state = _attend_latents(
+            state, q_value, q_rope, position, whole, stop, table, block_stride, cache, scale, tile, True, True
         )
         out_at = out_ptr + at[:, None] * VALUE + d[None, :]
         finish(state, out_at, item.to(tl.int64) * ROWS, row, d, live, parts, part_ptr, lse_ptr, VALUE, SPLIT)
@@ -127,9 +136,16 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
     value_dim = out_THd.shape[2]
     tiling = work.tiling
     part, lse = work.scratch.buffers(1, value_dim)
+    values = ropes = None
+    if tma := takes_descriptor(cache_HBSd, tiling.keys):
+        rows = cache_HBSd.view(-1, q_THd.shape[2])
+        values = rows_descriptor(rows, tiling.keys, value_dim)
+        ropes = rows_descriptor(rows, tiling.keys, q_THd.shape[2] - value_dim)
     _latent_kernel[work.item_XF.shape[0],](
         q_THd,
         cache_HBSd,
+        values,
+        ropes,
         out_THd,
         part,
         lse,
@@ -147,6 +163,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         FIELDS=FIELDS,
         EXACT=tiling.exact,
         SPLIT=work.split,
+        TMA=tma,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **pdl_options(q_THd),

@@ -23,6 +23,7 @@ def test_blocks_as_long_as_tiles(tiled):
     """Keys by tensor descriptor."""
     attention_cases.check_mixed((8, 1, 32), torch.float16, "cpu", tiled, SHORT, block_size=128)
     attention_cases.check_decode_batch((4, 2, 16), torch.float32, "cpu", tiled, SHORT, block_size=64)
+    attention_cases.check_latent(attention_cases.LATENT[0], torch.float32, "cpu", tiled, SHORT, block_size=64)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["ordinary", "tiled"])
