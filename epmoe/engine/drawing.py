@@ -10,9 +10,7 @@ import torch
 
 from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import HostCopy, Staging
-from epmoe.ops.sampling import SampleRow, noise_key, noise_keys
-
-LARGEST_TOP_K = 1 << 30  # of an int32; no vocabulary is larger
+from epmoe.ops.sampling import LARGEST_TOP_K, SampleRow, noise_key, noise_keys
 
 
 def sample_row(chunk: Chunk) -> SampleRow:

@@ -84,7 +84,7 @@ class Runner:
             unknown_N = np.array([chunk.position > chunk.request.known for chunk in drawing])
             rows, unknown = self.staging.upload([row_N, unknown_N])
             pending_N = torch.where(unknown, self.last_token[rows], -1)
-            token_N = sample(logits_NV, [sample_row(chunk) for chunk in drawing], pending_N)
+            token_N = sample(logits_NV, [sample_row(chunk) for chunk in drawing], pending_N, self.staging.upload)
         self.last_token[rows] = token_N
         return token_N
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 ALIGNED = 16  # bytes
-IN_FLIGHT = 3  # steps whose host buffers may still be read or written by the device
+IN_FLIGHT = 12  # uploads whose host buffers the device may still be reading: two steps of up to five, and some to spare
 
 
 class Staging:

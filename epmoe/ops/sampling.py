@@ -6,7 +6,7 @@ Sampling is Gumbel-max: ``argmax(log p + g)`` draws from p when g is Gumbel nois
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 
 from epmoe.ops.draw import Draws, draw
 
+LARGEST_TOP_K = 1 << 30  # fits an int32, and no vocabulary is larger
+Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 _MASK64 = (1 << 64) - 1
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -62,29 +64,36 @@ def _splitmix(key: int) -> int:
     return key ^ (key >> 31)
 
 
-def pack_draws(rows: Sequence[SampleRow], device: torch.device | str) -> Draws:
+def pack_draws(rows: Sequence[SampleRow], device: torch.device | str, upload: Upload | None = None) -> Draws:
     """The rows' parameters on a device (penalties are not among them)."""
-    return Draws(
-        temperature_N=torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=device),
-        top_k_N=torch.tensor([min(row.top_k, 1 << 30) for row in rows], dtype=torch.int32, device=device),
-        top_p_N=torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
-        min_p_N=torch.tensor([row.min_p for row in rows], dtype=torch.float32, device=device),
-        key_N=torch.from_numpy(np.array([row.key for row in rows], np.uint64).view(np.int64)).to(device),
+    columns = (
+        np.array([row.temperature for row in rows], np.float32),
+        np.array([min(row.top_k, LARGEST_TOP_K) for row in rows], np.int32),
+        np.array([row.top_p for row in rows], np.float32),
+        np.array([row.min_p for row in rows], np.float32),
+        np.array([row.key for row in rows], np.uint64).view(np.int64),
     )
+    return Draws(*(upload(columns) if upload else [torch.from_numpy(column).to(device) for column in columns]))
 
 
-def sample(logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.Tensor | None = None) -> torch.Tensor:
+def sample(
+    logits_NV: torch.Tensor,
+    rows: Sequence[SampleRow],
+    pending_N: torch.Tensor | None = None,
+    upload: Upload | None = None,
+) -> torch.Tensor:
     """Draw one token per row: int64 ``[N]`` on the logits' device.
 
     Args:
         logits_NV: model dtype; computed in float32.
         pending_N: int64, a token of the row's output that the host does not know yet, or -1 (for penalties).
+        upload: brings arrays to the logits' device (by default with a wait for it).
     """
     if all(row.temperature == 0 and not _penalised(row) for row in rows):
         return logits_NV.float().argmax(-1)
-    logits_NV = apply_penalties(logits_NV.float(), rows, pending_N)
+    logits_NV = apply_penalties(logits_NV.float(), rows, pending_N, upload)
     if logits_NV.is_cuda:
-        return draw(logits_NV, pack_draws(rows, logits_NV.device))
+        return draw(logits_NV, pack_draws(rows, logits_NV.device, upload))
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
     token_N = logits_NV.argmax(-1)
     if drawn:
@@ -96,27 +105,41 @@ def sample(logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.
 
 
 def apply_penalties(
-    logits_NV: torch.Tensor, rows: Sequence[SampleRow], pending_N: torch.Tensor | None = None
+    logits_NV: torch.Tensor,
+    rows: Sequence[SampleRow],
+    pending_N: torch.Tensor | None = None,
+    upload: Upload | None = None,
 ) -> torch.Tensor:
-    """Repetition (Keskar et al. 2019), presence and frequency penalties, float32 ``[N, V]``."""
-    hit = [i for i, row in enumerate(rows) if _penalised(row)]
+    """Repetition (Keskar et al. 2019), presence and frequency penalties, float32 ``[N, V]``.
+
+    ``upload``: brings arrays to the logits' device (by default with a wait for it).
+    """
+    hit = [row for row in rows if _penalised(row)]
     if not hit:
         return logits_NV
-    logits_NV = logits_NV.clone()
     V, device = logits_NV.shape[1], logits_NV.device
-    for i in hit:
-        row = rows[i]
-        used_V = torch.bincount(torch.tensor(row.output, dtype=torch.int64, device=device), minlength=V)
-        if pending_N is not None:
-            token = pending_N[i : i + 1]
-            used_V.index_add_(0, token.clamp(min=0), (token >= 0).long())
-        seen_V = used_V > 0
-        if row.prompt:
-            seen_V[torch.tensor(row.prompt, dtype=torch.int64, device=device)] = True
-        logits_V, penalty = logits_NV[i], row.repetition_penalty
-        logits_V = torch.where(seen_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
-        logits_NV[i] = logits_V - row.presence_penalty * (used_V > 0) - row.frequency_penalty * used_V
-    return logits_NV
+    bring = upload or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
+    at = [n for n, row in enumerate(rows) if _penalised(row)]
+    scales = np.array([(r.repetition_penalty, r.presence_penalty, r.frequency_penalty) for r in hit], np.float32)
+    at_J, scale_J3, used, seen = bring([np.array(at), scales, _places(hit, "output", V), _places(hit, "prompt", V)])
+
+    used_JV = torch.zeros((len(hit), V), dtype=torch.int64, device=device)
+    used_JV.view(-1).scatter_add_(0, used, torch.ones_like(used))
+    if pending_N is not None:
+        pending_J1 = pending_N[at_J, None]
+        used_JV.scatter_add_(1, pending_J1.clamp(min=0), (pending_J1 >= 0).long())
+    seen_JV = used_JV > 0
+    repetition_J1, presence_J1, frequency_J1 = scale_J3.split(1, 1)
+    logits_JV = logits_NV[at_J]
+    shrunk_JV = torch.where(logits_JV > 0, logits_JV / repetition_J1, logits_JV * repetition_J1)
+    logits_JV = torch.where(seen_JV.view(-1).index_fill(0, seen, True).view_as(seen_JV), shrunk_JV, logits_JV)
+    return logits_NV.index_copy(0, at_J, logits_JV - presence_J1 * seen_JV - frequency_J1 * used_JV)
+
+
+def _places(rows: Sequence[SampleRow], field: str, vocabulary: int) -> np.ndarray:
+    """int64 places of the rows' tokens in a flat table ``[rows, vocabulary]``."""
+    lists = [np.asarray(getattr(row, field), np.int64) for row in rows]
+    return np.concatenate([tokens + j * vocabulary for j, tokens in enumerate(lists)])
 
 
 def keep_likely(logits_NV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
