@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from exchange_bench_lib import Case, Times, check_against, link_limit, measure, open_for
-from rank_group import label, leave, on_ranks
+from rank_group import label, on_ranks
 
 from epmoe.comm import Comm
 from epmoe.moe.by_size import wire_bytes
@@ -63,20 +64,24 @@ def run_rank(comm: Comm, cases: list[Case], args: dict) -> None:
     results, link = run_cases(comm, cases, args["rounds"])
     if comm.rank == 0 and args["json"]:
         where = label(args["device"], comm.world)
-        record = {"date": str(date.today()), "where": where, "cores": os.cpu_count(), "link_gb_per_s": link}
-        record["results"] = [times.record(link) for times in results]
+        record = {"date": str(date.today()), "where": where, "cores": os.cpu_count(), **as_record(results, link)}
         Path(args["json"]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if comm.rank == 0 and args["calibrate"]:
         costs = fit(results, comm.world)
         Path(args["calibrate"]).write_text(json.dumps({"costs": costs}, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(costs))
-    leave(comm)
 
 
-def run_cases(comm: Comm, cases: list[Case], rounds: int) -> tuple[list[Times], float]:
+def as_record(results: list[Times], link: float) -> dict:
+    return {"link_gb_per_s": link, "results": [times.record(link) for times in results]}
+
+
+def run_cases(
+    comm: Comm, cases: list[Case], rounds: int, save: Callable[[dict], None] = lambda record: None
+) -> tuple[list[Times], float]:
     """Every case on all ranks; an exchange that cannot be opened, or fails, is said and left out."""
     on_cpu = comm.device.type == "cpu"
-    link = link_limit(comm, 8 if on_cpu else 64)
+    link = link_limit(comm, 8 if on_cpu else 256)
     say(comm, f"{label(comm.device.type, comm.world)}; plain all_to_all_single of large blocks: {link:.2f} GB/s sent")
     results, opened, failed = [], {}, set()
     for case in cases:
@@ -94,6 +99,7 @@ def run_cases(comm: Comm, cases: list[Case], rounds: int) -> tuple[list[Times], 
             say(comm, f"{case.exchange:9s} left out: {error if known else traceback.format_exc(limit=-3)}")
             continue
         say(comm, results[-1].line(link))
+        save(as_record(results, link))
     return results, link
 
 

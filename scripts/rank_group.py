@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,16 +22,29 @@ def label(device: str, world: int) -> str:
     return f"{world} ranks SHARING {count} x {name}" if world > count else f"{world} x {name}, NCCL"
 
 
-def on_ranks(world: int, device: str, function: Callable, *args) -> None:
-    """``function(comm, *args)`` on every rank, in fresh processes; raises if one fails."""
+def on_ranks(world: int, device: str, function: Callable, *args, limit_s: float = 3600) -> None:
+    """``function(comm, *args)`` on every rank, in fresh processes.
+
+    Raises if one fails, and after ``limit_s`` seconds: then all are killed, so that a hang costs no more than that.
+    """
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    ends = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{Path(folder) / 'rendezvous'}"
-        torch.multiprocessing.spawn(_serve, (world, device, rendezvous, function, args), nprocs=world)
+        ranks = torch.multiprocessing.spawn(_serve, (world, device, rendezvous, function, args), world, join=False)
+        try:
+            while not ranks.join(max(0.1, ends - time.monotonic())):
+                if time.monotonic() > ends:
+                    raise TimeoutError(f"{function.__name__} did not end within {limit_s:.0f} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
 
 
 def _serve(rank: int, world: int, kind: str, rendezvous: str, function: Callable, args: tuple) -> None:
-    function(join(rank, world, kind, rendezvous), *args)
+    comm = join(rank, world, kind, rendezvous)
+    function(comm, *args)
+    close_comm(comm)
 
 
 def join(rank: int, world: int, kind: str, rendezvous: str, timeout_s: float = 120) -> Comm:
@@ -42,7 +56,3 @@ def join(rank: int, world: int, kind: str, rendezvous: str, timeout_s: float = 1
         torch.cuda.set_device(device)
         shared = world > torch.cuda.device_count()
     return open_comm(rank, world, device, rendezvous, timeout_s, shared)
-
-
-def leave(comm: Comm) -> None:
-    close_comm(comm)

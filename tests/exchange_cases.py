@@ -22,7 +22,11 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """One MoE layer. ``tokens_W``: tokens of each home rank; ``only``: the experts that any token may choose."""
+    """One MoE layer. ``tokens_W``: tokens of each home rank; ``only``: the experts that any token may choose.
+
+    ``coarse``: values of few bits, whose products and sums are exact: GPUs multiply and add with one rounding, the
+    loops with two.
+    """
 
     seed: int
     experts: int = 8
@@ -37,6 +41,7 @@ class Case:
     served: str = "own-copy"
     exchange: str = "alltoall"
     capacity_factor: float = 0.0
+    coarse: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,10 @@ def home_tokens(case: Case, plan: Plan, rank: int) -> Tokens:
     weight = rng.random(expert.shape, np.float32)
     weight[expert < 0] = NAN  # a choice that goes nowhere must not be multiplied
     slot = np.append(plan.serve_slot_LE(rank)[0], -1)[expert].astype(np.int32)
-    x = torch.from_numpy(rng.standard_normal((T, case.hidden), np.float32)).to(case.dtype)
-    add = torch.from_numpy(rng.standard_normal((T, case.hidden), np.float32)).to(case.dtype)
+    x, add = rng.standard_normal((2, T, case.hidden), np.float32)
+    if case.coarse:
+        x, add, weight = np.round(4 * x) / 4, np.round(4 * add) / 4, np.round(16 * weight) / 16
+    x, add = torch.from_numpy(x).to(case.dtype), torch.from_numpy(add).to(case.dtype)
     return Tokens(x, torch.from_numpy(slot), torch.from_numpy(weight), add)
 
 
@@ -91,8 +98,10 @@ def shape_of(case: Case, plan: Plan) -> ExchangeShape:
     return ExchangeShape(plan.max_slots, most, *sizes)
 
 
-def expert_row(expert: int, row: torch.Tensor) -> torch.Tensor:
+def expert_row(case: Case, expert: int, row: torch.Tensor) -> torch.Tensor:
     """A stand-in for an expert's MLP that only that expert gives; elementwise, so any batch has the same bits."""
+    if case.coarse:
+        return row.float() * (1 + expert) + expert
     return row.float() * (1 + 0.37 * expert) + (expert - 2) / 3
 
 
@@ -103,7 +112,7 @@ def run_experts(case: Case, local: tuple[int, ...], received) -> torch.Tensor:
     offsets, row_M, rows = index.offset_L1.tolist(), index.row_M.tolist(), received.rows_RD.cpu()
     for slot, expert in enumerate(local):
         for m in range(offsets[slot], offsets[slot + 1]):
-            out[m] = expert_row(expert, rows[row_M[m]]).to(case.dtype)
+            out[m] = expert_row(case, expert, rows[row_M[m]]).to(case.dtype)
     return out.to(received.rows_RD.device)
 
 
@@ -167,7 +176,7 @@ def check_answer(comm, case: Case, plan: Plan, mine: Tokens, y: torch.Tensor) ->
     y, expert_of, args = y.cpu(), plan.slot_expert_LS[0], (mine.x_TD, mine.slot_TK, mine.weight_TK)
 
     def expert(slot: int, row: torch.Tensor) -> torch.Tensor:
-        return expert_row(int(expert_of[slot]), row)
+        return expert_row(case, int(expert_of[slot]), row)
 
     exact = exchange_exact(*args, expert, mine.add_TD)
     assert y.dtype == case.dtype and y.shape == mine.x_TD.shape
@@ -219,7 +228,8 @@ def soak(comm, exchange: str, seed: int, rounds: int, tokens: int = 64) -> None:
         base, opened = None, None
         for number in range(rounds):
             if number % 8 == 0:
-                base = random_case(rng, comm.world, tokens, exchange=exchange, hidden=int(rng.choice([8, 64, 1024])))
+                fixed = {"exchange": exchange, "hidden": int(rng.choice([8, 64, 1024]))}
+                base = random_case(rng, comm.world, tokens, coarse=comm.device.type == "cuda", **fixed)
                 opened = open_exchange(comm, replace_tokens(base, tokens), exchange)
             sizes = rng.choice([0, 1, 2, 5, tokens // 4, tokens], comm.world, p=[0.3, 0.2, 0.2, 0.1, 0.1, 0.1])
             case = replace(base, tokens_W=tuple(sizes.tolist()))

@@ -41,7 +41,8 @@ def gpu_pool():
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_random_layers(gpu_pool, world, kind):
     rng = np.random.default_rng(world)
-    cases = [random_case(rng, world, exchange=kind, hidden=int(rng.choice([8, 64]))) for _ in range(8)]
+    fixed = {"exchange": kind, "coarse": True}
+    cases = [random_case(rng, world, hidden=int(rng.choice([8, 64])), **fixed) for _ in range(8)]
     gpu_pool(world).run(run_cases, cases)
 
 

@@ -1,0 +1,84 @@
+"""The report of multi_gpu_report.py as tables."""
+
+from __future__ import annotations
+
+
+def markdown(report: dict) -> str:
+    lines = [f"# {report['where']}", "", f"{report['date']}, torch {report['torch']}; `{report['command']}`", ""]
+    if "SHARING" in report["where"]:
+        lines += ["Ranks share a GPU and take turns on it: times say nothing about machines with a GPU for each.", ""]
+    writers = {"links": _links, "promises": _promises, "exchanges": _exchanges, "model": _model}
+    for name, part in report["parts"].items():
+        lines += [f"## {name.capitalize()} ({part['seconds']:.0f} s)", ""]
+        found = part["found"]
+        failed = isinstance(found, dict) and "failed" in found
+        lines += [f"Failed: {found['failed'].splitlines()[0]}"] if failed else writers[name](found)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _links(found: dict) -> list[str]:
+    ranks = range(len(found["gb_per_s"]))
+    lines = [f"{found['backend']}: all_reduce {found['all_reduce']}; memory of peers: {found['peer_memory']}."]
+    lines += [f"Measured by {found['measured_by']}, one link at a time, GB/s (microseconds of 4 KiB):", ""]
+    rate, late = found["gb_per_s"], found["latency_us"]
+    cells = [[f"{rate[a][b]:.1f} ({late[a][b]:.1f})" if a != b else "" for b in ranks] for a in ranks]
+    lines += _table(["from \\ to", *map(str, ranks)], [[str(a), *row] for a, row in enumerate(cells)])
+    at_once = f"{found['all_pairs_gb_per_s']:.1f} GB/s by all_to_all_single"
+    if "all_pairs_copy_gb_per_s" in found:
+        at_once += f", {found['all_pairs_copy_gb_per_s']:.1f} by copies"
+    return [*lines, "", f"All pairs at once, sent by each rank: {at_once}."]
+
+
+def _promises(found: list[dict]) -> list[str]:
+    word = {True: "holds", False: "**broken**", None: "not run"}
+    rows = [[each["case"], word[each["holds"]], str(each.get("why", "")).strip().splitlines()[-1:]] for each in found]
+    return _table(["case", "", "why"], [[a, b, "".join(c)[:160]] for a, b, c in rows])
+
+
+def _exchanges(found: dict) -> list[str]:
+    head = ["exchange", "combine", "tokens", "hidden", "routing", "dispatch us", "combine us", "in a graph us", "GB/s",
+            "of the link", "over plain"]  # fmt: skip
+    rows = []
+    for each in found["results"]:
+        case, graph = each["case"], each["graph_us"]
+        rows.append([
+            case["exchange"], case["combine"], str(case["tokens"]), str(case["hidden"]), case["routing"],
+            f"{each['dispatch_us']:.1f}", f"{each['combine_us']:.1f}", f"{graph:.1f}" if graph else "-",
+            f"{each['gb_per_s']:.1f}", f"{100 * each['share_of_link']:.0f} %", f"{each['ratio_to_plain']:.2f}",
+        ])  # fmt: skip
+    return [f"Plain all_to_all_single of large blocks: {found['link_gb_per_s']:.1f} GB/s.", "", *_table(head, rows)]
+
+
+def _model(found: dict) -> list[str]:
+    layers, choices, experts = found["shape"]
+    lines = [f"Routing of `{found['trace']}` ({layers} layers, {experts} experts, {choices} choices).", ""]
+    head = ["plan", "homes", "lanes", "prefill tokens/s", "over linear", "predicted", "decode tokens/s", "over linear",
+            "remote rows", "hidden"]  # fmt: skip
+    good = [row for row in found["rows"] if "prefill_tokens_per_s" in row]
+    base = next((row for row in good if row["plan"] == "linear" and row["overlap"] == "off"), None)
+    said = {(row["plan"], row["homes"]): row["prefill_tokens_per_s"] for row in found["predicted"]}
+    rows = []
+    for row in good:
+        guess = said.get((row["plan"], row["homes"]))
+        rows.append([
+            row["plan"], row["homes"], row["overlap"], f"{row['prefill_tokens_per_s']:.0f}",
+            _over(row, base, "prefill_tokens_per_s"),
+            "-" if guess is None or row["overlap"] == "on" else f"{guess:.0f}",
+            f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['remote_rows']:.3f}",
+            "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
+        ])  # fmt: skip
+    lines += _table(head, rows)
+    for row in found["rows"]:
+        if "failed" in row:
+            why = row["failed"].strip().splitlines()[-1]
+            lines.append(f"\n{row['plan']}, {row['homes']}, lanes {row['overlap']} failed: {why}")
+    return lines
+
+
+def _over(row: dict, base: dict | None, key: str) -> str:
+    return "-" if base is None else f"{100 * (row[key] / base[key] - 1):+.1f} %"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
