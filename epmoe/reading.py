@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,11 +19,11 @@ import torch
 
 from epmoe.layout import Piece
 from epmoe.ops.fp8 import SCALE_SUFFIX, dequantize
-from epmoe.shards import FP8, STORED, Entry, read_rows, read_tensor
+from epmoe.shards import FP8, STORED, Entry, read_bytes, read_rows, read_tensor
 from placement.errors import UserError
 
 READERS = 8
-PART_BYTES = 16 << 20
+PART_BYTES = 32 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -39,6 +39,11 @@ class Job:
     @property
     def matrix_bytes(self) -> int:
         return self.piece.rows * self.piece.shape[-1] * STORED[self.entry.dtype].itemsize
+
+    @property
+    def start(self) -> int:
+        """The matrix's first byte in its file."""
+        return self.entry.start + self.piece.row * self.piece.shape[-1] * STORED[self.entry.dtype].itemsize
 
     @property
     def bytes(self) -> int:
@@ -59,9 +64,9 @@ def read_pieces(pieces: Sequence[Piece], entries: Mapping[str, Entry], progress:
     jobs = [_job(piece, entries) for piece in pieces]
     jobs.sort(key=lambda job: (job.entry.file, job.entry.start, job.piece.row))
     if jobs and jobs[0].place.is_cuda:
-        return _read_to_gpu([part for job in jobs for part in _parts(job)], progress)
+        return _read_to_gpu(jobs, progress)
     with _Files() as files:
-        return _count((_read(_read_on_cpu, files, job) for job in jobs), jobs, progress)
+        return _count((_read_on_cpu(files, job) for job in jobs), jobs, progress)
 
 
 def _job(piece: Piece, entries: Mapping[str, Entry]) -> Job:
@@ -95,31 +100,32 @@ class _Files(ExitStack):
             return self._open[path]
 
 
-def _read(read: Callable[[int, Job], None], files: _Files, job: Job) -> int:
-    """One read, with its errors put in words; returns its bytes."""
-    path = job.entry.file
+@contextmanager
+def _words_for(path: Path) -> Iterator[None]:
     try:
-        read(files[path], job)
+        yield
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}; it changed or the disk fails: download it again") from None
-    return job.bytes
 
 
 # -- on CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _read_on_cpu(file: int, job: Job) -> None:
-    """Straight into place where the bytes need no change, through one staging matrix elsewhere."""
+def _read_on_cpu(files: _Files, job: Job) -> int:
+    """Straight into place where the bytes need no change, through one staging matrix elsewhere; returns the bytes."""
     piece = job.piece
-    if job.straight:
-        for offset, view in piece.into:
-            for part in view if view.dim() == 3 else (view,):
-                read_rows(file, job.entry, piece.row + offset, part)
-                offset += len(part)
-        return
-    matrix = torch.empty(piece.rows, piece.shape[-1], dtype=STORED[job.entry.dtype])
-    read_rows(file, job.entry, piece.row, matrix)
-    _put(matrix, job)
+    with _words_for(job.entry.file):
+        file = files[job.entry.file]
+        if job.straight:
+            for offset, view in piece.into:
+                for part in view if view.dim() == 3 else (view,):
+                    read_rows(file, job.entry, piece.row + offset, part)
+                    offset += len(part)
+            return job.bytes
+        matrix = torch.empty(piece.rows, piece.shape[-1], dtype=STORED[job.entry.dtype])
+        read_rows(file, job.entry, piece.row, matrix)
+        _put(matrix, job)
+        return job.bytes
 
 
 def _put(matrix: torch.Tensor, job: Job) -> None:
@@ -151,6 +157,29 @@ def _parts(job: Job) -> list[Job]:
     ]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Bytes ``start .. end`` of a file, which the jobs take one after the other without a gap."""
+
+    file: Path
+    start: int
+    end: int
+    jobs: tuple[Job, ...]
+
+
+def _spans(jobs: Sequence[Job]) -> list[Span]:
+    """Neighbours in a file read together, up to about ``PART_BYTES``."""
+    spans: list[Span] = []
+    for job in jobs:
+        end = job.start + job.matrix_bytes
+        last = spans[-1] if spans else None
+        if last and (last.file, last.end) == (job.entry.file, job.start) and end - last.start <= PART_BYTES:
+            spans[-1] = replace(last, end=end, jobs=(*last.jobs, job))
+        else:
+            spans.append(Span(job.entry.file, job.start, end, (job,)))
+    return spans
+
+
 class _Reader:
     """One thread's stream and two pinned buffers that take turns."""
 
@@ -159,20 +188,34 @@ class _Reader:
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]
 
-    def __call__(self, file: int, job: Job) -> None:
+    def __call__(self, files: _Files, span: Span) -> int:
         self._buffers.reverse()
         self._copied.reverse()
         self._copied[0].synchronize()
-        stored = STORED[job.entry.dtype]
-        matrix = self._buffers[0][: job.matrix_bytes].view(stored).view(job.piece.rows, job.piece.shape[-1])
-        read_rows(file, job.entry, job.piece.row, matrix)
-        with torch.cuda.stream(self.stream):
-            _put(matrix.to(self.device, non_blocking=True), job)
+        host = self._buffers[0][: span.end - span.start]
+        with _words_for(span.file), torch.cuda.stream(self.stream):
+            read_bytes(files[span.file], span.start, host)
+            _put_span(host.to(self.device, non_blocking=True), span)
             self._copied[0].record()
+        return sum(job.bytes for job in span.jobs)
+
+
+def _put_span(stored: torch.Tensor, span: Span) -> None:
+    """Bring the bytes of a span, uint8 on the places' device, into all of them."""
+    for job in span.jobs:
+        _put(_matrix(stored[job.start - span.start :][: job.matrix_bytes], job), job)
+
+
+def _matrix(stored: torch.Tensor, job: Job) -> torch.Tensor:
+    """The stored bytes as the matrix they are; a copy where they lie between two of its elements."""
+    dtype = STORED[job.entry.dtype]
+    aligned = stored if stored.storage_offset() % dtype.itemsize == 0 else stored.clone()
+    return aligned.view(dtype).view(job.piece.rows, job.piece.shape[-1])
 
 
 def _read_to_gpu(jobs: Sequence[Job], progress: Progress | None) -> int:
-    device, size = jobs[0].place.device, max(job.matrix_bytes for job in jobs)
+    spans = _spans([part for job in jobs for part in _parts(job)])
+    device, size = jobs[0].place.device, max(span.end - span.start for span in spans)
     torch.cuda.synchronize(device)  # whatever was done to the places before
     own = threading.local()
 
@@ -181,7 +224,7 @@ def _read_to_gpu(jobs: Sequence[Job], progress: Progress | None) -> int:
         own.reader = _Reader(device, size)
 
     with _Files() as files, ThreadPoolExecutor(READERS, initializer=start) as pool:
-        done = pool.map(lambda job: _read(own.reader, files, job), jobs)
+        done = pool.map(lambda span: own.reader(files, span), spans)
         read = _count(done, jobs, progress)
     torch.cuda.synchronize(device)
     return read

@@ -82,7 +82,12 @@ def read_rows(file: int, entry: Entry, row: int, into: Tensor) -> int:
     ``file`` is an open descriptor.  Returns the bytes read; EOFError where the file ends early.
     """
     start = entry.start + row * entry.shape[-1] * into.itemsize
-    view = memoryview(into.view(-1).view(torch.uint8).numpy())
+    return read_bytes(file, start, into.view(-1).view(torch.uint8))
+
+
+def read_bytes(file: int, start: int, into: Tensor) -> int:
+    """Fill ``into`` (uint8, on the CPU) from byte ``start`` of an open file; EOFError where it ends early."""
+    view = memoryview(into.numpy())
     done = 0
     while done < len(view):
         got = os.preadv(file, [view[done:]], start + done)

@@ -13,10 +13,13 @@ from tiny_checkpoints import save_tiny
 
 import epmoe.checkpoint
 import epmoe.layout
+from epmoe import checkpoint, reading
 from epmoe.checkpoint import account, load_weights
 from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES, LAYER, MLPNames
 from epmoe.ops.experts import interleave_gate_up
+from epmoe.reading import _job, _parts, _put_span, _spans
+from epmoe.shards import read_bytes
 from placement.errors import UserError
 from placement.plan import linear_plan, make_plan, round_robin_plan
 
@@ -370,3 +373,42 @@ def test_correction_biases_stay_float32(single, tmp_path, monkeypatch):
     with_names(monkeypatch, correction_bias=LAYER + "block_sparse_moe.bias")
     weights, _ = load(folder, dtype=torch.bfloat16)
     assert torch.equal(weights.layers[2].mlp.correction_bias, bias)
+
+
+@pytest.mark.parametrize("part_bytes", [300, 5000, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spans_bring_what_single_reads_bring(sharded, dtype, part_bytes, monkeypatch):
+    """The reads for a GPU, done on the CPU: neighbours together, large matrices in parts."""
+
+    def by_spans(pieces, entries, progress):
+        jobs = sorted((_job(p, entries) for p in pieces), key=lambda j: (j.entry.file, j.entry.start, j.piece.row))
+        parts = [part for job in jobs for part in _parts(job)]
+        spans = _spans(parts)
+        assert [job for span in spans for job in span.jobs] == parts
+        for span in spans:
+            stored = torch.empty(span.end - span.start, dtype=torch.uint8)
+            with open(span.file, "rb") as file:
+                read_bytes(file.fileno(), span.start, stored)
+            _put_span(stored, span)
+        counts.append(len(spans))
+        return sum(job.bytes for job in jobs)
+
+    counts = []
+    want, report = load(sharded, dtype=dtype)
+    monkeypatch.setattr(reading, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(checkpoint, "read_pieces", by_spans)
+    got, other = load(sharded, dtype=dtype)
+    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
+    assert other.bytes_read == report.bytes_read
+    assert counts[0] == report.files if part_bytes > 1 << 20 else counts[0] > report.files
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part_bytes", [300, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gets_the_same_weights(sharded, dtype, part_bytes, monkeypatch):
+    want, report = load(sharded, dtype=dtype)
+    monkeypatch.setattr(reading, "PART_BYTES", part_bytes)
+    got, other = load(sharded, dtype=dtype, device="cuda")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(flat(got), flat(want), strict=True))
+    assert other.bytes_read == report.bytes_read
