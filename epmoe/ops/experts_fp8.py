@@ -33,6 +33,7 @@ from epmoe.ops.tiles import PINNED_ROWS, Choice
 
 DEFAULT = ExpertOptions()
 PART = 64
+REGISTERS = 65536  # of an SM
 
 
 class Fp8ExpertWeights(Protocol):
@@ -196,13 +197,14 @@ def down_fp8_kernel(
 
 
 STREAM = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=4, per_sm=3, swap=True)
-STREAM_32 = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
+STREAM_TWO = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=4, per_sm=2, swap=True)
+STREAM_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
 VECTOR = (2, 8, 4), (4, 8, 4)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
     (12, 16, STREAM, STREAM),
-    (48, 32, STREAM_32, STREAM_32),
+    (48, 32, STREAM_TWO, STREAM_THREE),
     (float("inf"), 64, BLOCKED, BLOCKED),
 )
 
@@ -220,6 +222,7 @@ def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileCo
     """A persistent grid; ``tiles`` counts the tiles of one block of pairs."""
     device = operands[0].device if isinstance(operands[0], torch.Tensor) else operands[0].base.device
     sms = min(num_sms, sm_count(device)) if num_sms else sm_count(device)
+    registers = min(REGISTERS // (config.per_sm * config.warps * 32) // 8 * 8, 255)  # that many programs fit an SM
     kernel[(min(sms * config.per_sm, index.blocks.slot_B.numel() * tiles),)](
         *operands,
         ROWS=index.blocks.rows,
@@ -228,6 +231,7 @@ def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileCo
         FLATTEN=config.flatten,
         num_warps=config.warps,
         num_stages=config.stages,
+        maxnreg=registers,
         **pdl_options(index.row_M),
         **more,
     )

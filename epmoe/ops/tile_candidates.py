@@ -34,6 +34,7 @@ CANDIDATES_FP8 = (
     (32, TileConfig(128, 128, 4, 3, 3, swap=True)),
     (64, TileConfig(128, 128, 4, 3, 2)),
     (64, TileConfig(128, 128, 4, 4, 2)),
+    (64, TileConfig(128, 128, 4, 3, 3)),
     (128, TileConfig(128, 128, 8, 4, 1)),
     (128, TileConfig(128, 128, 8, 5, 1)),
 )
