@@ -13,7 +13,7 @@ from placement.errors import UserError
 from placement.home_rules import choose_homes
 from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
-from placement.robust import shrunk_cap
+from placement.robust import LEAST_CAP, crossed_rise, shrunk_cap
 from placement.solution import Problem, Solution, figures
 from placement.states import layer_caps
 from placement.trace import Trace
@@ -131,10 +131,16 @@ def _with_homes(problem: Problem, traces: tuple[Trace, Trace]) -> Row:
 def cap_for_unseen(problem: Problem) -> float:
     """The cap on training tokens under which unseen ones should keep ``problem.cap``, by resampling sequences.
 
-    Judged on a quick plan of the kind that will be made: what rises together on one rank depends on the plan.
+    Judged on quick plans of the kind that will be made: what rises together on one rank depends on the plan. Where
+    sequences are pieces of recorded ones, the rise from half to half of the recordings counts if it is more.
     """
     quick = replace(problem, seconds=0.1 * problem.seconds, progress=None, old_plan=None, max_moves=None)
-    return shrunk_cap(problem, solve_joint(quick).plan)
+    found = shrunk_cap(problem, solve_joint(quick).plan)
+    if problem.recordings is not None:
+        quicker = replace(quick, seconds=0.5 * quick.seconds, cap=found)
+        rise = crossed_rise(quicker, lambda half: solve_joint(half).plan)
+        found = max(LEAST_CAP, min(found, problem.cap - rise))
+    return found
 
 
 def term_bounds(problem: Problem, seconds: float) -> dict[str, float]:

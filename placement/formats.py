@@ -175,7 +175,10 @@ def _read_ascend(raw: object, shape: MoEShape, ranks: int | None, source: str) -
         devices = sorted(layer["device_list"], key=lambda device: device["device_id"])
         if (count := layer["device_count"]) != len(devices):
             raise UserError(f"{source}: layer {layer['layer_id']} has {len(devices)} of {count} devices; is it whole?")
-        slots.append([device["device_expert"] for device in devices])
+        held = [device["device_expert"] for device in devices]
+        if not all(isinstance(expert, int) for experts in held for expert in experts):
+            raise UserError(f"{source}: device_expert of layer {layer['layer_id']} must be lists of integers")
+        slots.append(held)
     if ranks is not None and len(slots[0]) != ranks:
         raise UserError(f"{source} is for {len(slots[0])} devices, {ranks} were asked for; leave --gpus out")
     return slots

@@ -15,6 +15,7 @@ say less of the rest of a request than what similar requests did.  Their tables 
 
 from __future__ import annotations
 
+import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,16 @@ class Affinity:
     expert_rank_LEW: np.ndarray
     tokenizer_sha256: str = ""
 
+    def require_fits(self, plan: Plan) -> None:
+        """Raise ``UserError`` where the tables are of another model or machine than the plan."""
+        want = (plan.shape.num_layers, plan.shape.num_experts, plan.ranks)
+        if self.expert_rank_LEW.shape != want or self.token_rank_VW.shape[1] != plan.ranks:
+            found = f"{list(self.expert_rank_LEW.shape)} and {list(self.token_rank_VW.shape)}"
+            raise UserError(
+                f"the affinity file {plan.affinity} has tables {found}, the plan needs {list(want)} and"
+                f" [vocabulary, {plan.ranks}]; use the file that was written with the plan"
+            )
+
     def save(self, path: str | Path) -> None:
         with whole_file(path) as file:
             np.savez_compressed(
@@ -49,7 +60,7 @@ class Affinity:
 
     @staticmethod
     def load(path: str | Path) -> Affinity:
-        if Path(path).is_file() and not zipfile.is_zipfile(path):
+        if os.path.isfile(path) and not zipfile.is_zipfile(path):
             raise UserError(f"affinity file {path} is no .npz archive; write it with the plan it belongs to")
         try:
             with np.load(path, allow_pickle=False) as raw:
@@ -61,6 +72,8 @@ class Affinity:
         if found.token_rank_VW.ndim != 2 or found.expert_rank_LEW.ndim != 3:
             shapes = found.token_rank_VW.shape, found.expert_rank_LEW.shape
             raise UserError(f"affinity file {path}: shapes {shapes}, expected [vocabulary, W] and [L, E, W]")
+        if not all(np.isfinite(table).all() for table in (found.token_rank_VW, found.expert_rank_LEW)):
+            raise UserError(f"affinity file {path} holds scores that are no finite numbers; solve the plan again")
         return found
 
 

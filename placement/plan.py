@@ -184,7 +184,7 @@ class Plan:
                 ranks=int(raw["ranks"]),
                 slots=tuple(tuple(tuple(int(e) for e in held) for held in layer) for layer in raw["slots"]),
                 serve=None if rule == OWN_COPY else np.asarray(rule, np.int32),
-                affinity=raw["affinity"],
+                affinity=None if raw["affinity"] is None else _file_name(raw["affinity"], source),
                 made_by=str(raw["made_by"]),
             )
         except UserError as error:
@@ -288,6 +288,12 @@ def _require_keys(raw: object, known: set[str], source: str) -> None:
         raise UserError(f"{source} lacks {missing}; expected the keys {sorted(known)}")
     if unknown := sorted(raw.keys() - known):
         raise UserError(f"{source} has unknown keys {unknown}; expected only {sorted(known)}")
+
+
+def _file_name(value: object, source: str) -> str:
+    if not isinstance(value, str) or not value or len(value.encode()) > 255 or "/" in value or "\0" in value:
+        raise UserError(f"{source}: affinity must be null or the name of a file beside the plan, got {value!r:.60}")
+    return value
 
 
 def _brief(value: object) -> str:

@@ -9,7 +9,7 @@ worst (``worst``, multiplicative weights), every domain then keeping the cap on 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,32 +75,46 @@ def shrunk_cap(problem: Problem, plan: Plan) -> float:
     Never below ``LEAST_CAP``: noise larger than that is not a placement's to remove.
     """
     assert problem.cap is not None and problem.train is not None
-    rise = tail_rise(plan, problem.train, problem.topology.speed_W, problem.seed, problem.whole_lens)
-    return max(LEAST_CAP, problem.cap - rise)
+    return max(LEAST_CAP, problem.cap - tail_rise(plan, problem.train, problem.topology.speed_W, problem.seed))
 
 
-def tail_rise(
-    plan: Plan,
-    trace: Trace,
-    speed_W: np.ndarray | None = None,
-    seed: int = 0,
-    whole_lens: np.ndarray | None = None,
-) -> float:
-    """Expected rise of the mean compute tail from ``trace`` to as many unseen sequences of its kind.
+def crossed_rise(problem: Problem, solve: Callable[[Problem], Plan]) -> float:
+    """Mean rise of the compute tail from one half of every recording's whole sequences to the other, both ways.
 
-    ``whole_lens`` as in :class:`Problem`; requests have round-robin homes.
+    Pieces of a sequence are alike, and recordings drift: drawing pieces from all of a recording sees neither. Halves
+    have half the tokens on either side, so their noise is an upper estimate. ``solve`` makes the plans.
     """
-    lens_R = trace.seq_lens if whole_lens is None else whole_lens
-    R, L, W = len(lens_R), plan.shape.num_layers, plan.ranks
+    assert problem.recordings is not None and problem.train is not None
+    last_T = np.repeat(*_half_of_sequences(problem.recordings))  # 1 where a token is of its recording's second half
+    assert len(last_T) == problem.train.num_tokens, "recordings are not those of the training tokens"
+    second_R = last_T[problem.train.sequence_starts()[:-1]]
+    halves = [problem.train.take_sequences(np.flatnonzero(second_R == half)) for half in (0, 1)]
+    if not all(half.num_tokens for half in halves):
+        return 0.0
+    rises, speed_W = [], problem.topology.speed_W
+    for half, other in (halves, halves[::-1]):
+        plan = solve(replace(problem, train=half, profile=profile_trace(half), homes=None, recordings=None))
+        seen, unseen = (cost.compute_tail_L(cost.evaluate(plan, t).load_LW, speed_W).mean() for t in (half, other))
+        rises.append(unseen - seen)
+    return float(max(0.0, np.mean(rises)))
+
+
+def _half_of_sequences(recordings: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(0 or 1, tokens) of each whole sequence: in which half of its recording it is."""
+    halves = [np.arange(len(lens)) >= len(lens) - len(lens) // 2 for lens in recordings]
+    return np.concatenate(halves).astype(np.int64), np.concatenate(recordings)
+
+
+def tail_rise(plan: Plan, trace: Trace, speed_W: np.ndarray | None = None, seed: int = 0) -> float:
+    """Expected rise of the mean compute tail from ``trace`` to as many unseen sequences of its kind."""
+    R, L, W = len(trace.seq_lens), plan.shape.num_layers, plan.ranks
     if R < 2:
         return 0.0
-    assert lens_R.sum() == trace.num_tokens, f"{lens_R.sum()} tokens in whole sequences, {trace.num_tokens} in requests"
     load_RLW = np.zeros((R, L, W))
-    home_T1 = np.repeat(np.arange(len(trace.seq_lens)) % W, trace.seq_lens)[:, None]
-    sequence_T1 = np.repeat(np.arange(R), lens_R)[:, None]
+    request_T = np.repeat(np.arange(R), trace.seq_lens)
     for layer in range(L):
-        rank_TK = plan.serve_rank_WLE[home_T1, layer, trace.expert_ids_TLK[:, layer].astype(np.intp)]
-        load_RLW[:, layer] = np.bincount((sequence_T1 * W + rank_TK).ravel(), minlength=R * W).reshape(R, W)
+        rank_TK = plan.serve_rank_WLE[request_T[:, None] % W, layer, trace.expert_ids_TLK[:, layer].astype(np.intp)]
+        load_RLW[:, layer] = np.bincount((request_T[:, None] * W + rank_TK).ravel(), minlength=R * W).reshape(R, W)
     rng = np.random.default_rng(seed)
     total_LW = load_RLW.sum(0)
     before = cost.compute_tail_L(total_LW, speed_W).mean()

@@ -67,8 +67,8 @@ class Problem:
         old_plan: the plan in force; then at most ``max_moves`` expert copies may move (``None``: any number), each
             costing ``move_price`` in units of the objective.
         homes: int64 ``[sequences]``, home ranks of the training sequences; ``None`` is round-robin.
-        whole_lens: int64, tokens of each recorded sequence where ``train`` holds pieces of them as requests, in their
-            order: what a bootstrap draws, since pieces of one sequence are alike. ``None``: its sequences are whole.
+        recordings: of each recording in ``train`` the tokens of its whole sequences, int, where ``train`` holds pieces
+            of them as requests; ``None``: its sequences are whole.
         combine: ``exact`` or ``reduce``.
         calibration: what turns counts into seconds.
         progress: called with (seconds, best objective so far, bound) while solving.
@@ -87,7 +87,7 @@ class Problem:
     max_moves: int | None = None
     move_price: float = 0.0
     homes: np.ndarray | None = None
-    whole_lens: np.ndarray | None = None
+    recordings: tuple[np.ndarray, ...] | None = None
     combine: str = "exact"
     calibration: cost.Calibration = cost.Calibration()
     progress: Progress | None = None

@@ -113,6 +113,9 @@ class Topology:
         return Topology.from_json(text, str(path))
 
 
+MOST_GPUS = 4096  # bandwidths are W x W
+
+
 def uniform(
     ranks: int,
     *,
@@ -135,8 +138,8 @@ def two_level(
     inter: tuple[float, float] = (NETWORK, NETWORK_LATENCY),
 ) -> Topology:
     """``nodes`` x ``gpus_per_node`` GPUs, node-major; ``intra`` and ``inter`` are (bytes/s, seconds) of a link."""
-    if nodes < 1 or gpus_per_node < 1:
-        raise UserError(f"{nodes} nodes x {gpus_per_node} GPUs: both must be at least 1")
+    if nodes < 1 or gpus_per_node < 1 or nodes * gpus_per_node > MOST_GPUS:
+        raise UserError(f"{nodes} nodes x {gpus_per_node} GPUs: both at least 1, together at most {MOST_GPUS}")
     ranks = nodes * gpus_per_node
     node_W = np.repeat(np.arange(nodes), gpus_per_node)
     same_WW = node_W[:, None] == node_W

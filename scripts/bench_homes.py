@@ -102,11 +102,11 @@ def main() -> None:
 def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Namespace) -> list[dict]:
     case = CASES[name]
     halves = [split_file(load_trace(args.traces / f"{file}.npz"), split) for file in case.files]
-    whole_lens = np.concatenate([half[0].seq_lens for half in halves]).astype(np.int64)
+    recordings = tuple(half[0].seq_lens for half in halves)
     train, held_out = (join([requests(half[i]) for half in halves], name) for i in (0, 1))
     base = cost.evaluate(linear_plan(held_out.shape, case.gpus), held_out)
     options = {"cap": cap or args.unseen_cap, "seconds": args.seconds, "seed": seed, "redundant": case.redundant}
-    problem = make_problem(train, case.gpus, objective="dispatch_rows", whole_lens=whole_lens, **options)
+    problem = make_problem(train, case.gpus, objective="dispatch_rows", recordings=recordings, **options)
     if cap is None:
         problem = replace(problem, cap=cap_for_unseen(problem))
     processor = time.process_time()
@@ -125,10 +125,9 @@ def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Name
 
 def split_file(trace: Trace, split: int) -> tuple[Trace, Trace]:
     """(train, held out): whole sequences, see ``--split``."""
-    count = len(trace.seq_lens)
-    order = np.random.default_rng(split).permutation(count) if split > 1 else np.arange(count)
-    first, second = np.sort(order[: count - count // 2]), np.sort(order[count - count // 2 :])
-    parts = trace.take_sequences(first), trace.take_sequences(second)
+    if split > 1:
+        trace = trace.take_sequences(np.random.default_rng(split).permutation(len(trace.seq_lens)))
+    parts = trace.split(0.5)
     return parts[::-1] if split == 1 else parts
 
 

@@ -11,7 +11,7 @@ from placement import cost, homes
 from placement.cohome import place_with_homes
 from placement.errors import UserError
 from placement.homes import Affinity, assign_homes, fit_affinity, remote_rows_RW, score_prompt, score_routing
-from placement.plan import linear_plan, make_plan
+from placement.plan import MoEShape, linear_plan, make_plan
 from placement.solution import make_problem
 
 
@@ -84,6 +84,12 @@ def test_affinity_file_round_trip_and_refusal(tmp_path):
     (tmp_path / "b.npz").write_bytes(b"no")
     with pytest.raises(UserError, match="b.npz"):
         Affinity.load(tmp_path / "b.npz")
+    replace(affinity, token_rank_VW=np.full((5, 2), np.nan, np.float16)).save(tmp_path / "c.npz")
+    with pytest.raises(UserError, match="no finite numbers"):
+        Affinity.load(tmp_path / "c.npz")
+    affinity.require_fits(linear_plan(MoEShape((0,), 3, 1), 2))
+    with pytest.raises(UserError, match=r"the plan needs \[1, 4, 2\]"):
+        affinity.require_fits(linear_plan(MoEShape((0,), 4, 1), 2))
 
 
 @pytest.mark.parametrize("redundant", [0, 1])

@@ -12,8 +12,9 @@ from placement.joint import solve_joint
 from placement.migrate import moved_copies
 from placement.plan import linear_plan
 from placement.profile import profile_trace
-from placement.robust import LEAST_CAP, RobustOptions, shrunk_cap, solve_robust, tail_rise
+from placement.robust import LEAST_CAP, RobustOptions, crossed_rise, shrunk_cap, solve_robust, tail_rise
 from placement.solution import make_problem
+from placement.trace import join
 
 
 def test_bootstrap_foretells_the_rise_of_the_tail():
@@ -29,16 +30,19 @@ def test_bootstrap_foretells_the_rise_of_the_tail():
     assert shrunk_cap(replace(problem, cap=1.0), plan) == LEAST_CAP
 
 
-def test_pieces_of_a_sequence_are_drawn_together():
-    """Pieces of one sequence rise and fall together: drawn one by one they would seem to even out."""
-    trace = random_trace(1600, 6, 16, 3)
-    pieces = replace(trace, seq_lens=np.full(400, 4))
-    plan = linear_plan(trace.shape, 4)
-    whole, apart = tail_rise(plan, trace), tail_rise(plan, pieces)
-    assert whole > 1.1 * apart
-    assert tail_rise(plan, pieces, whole_lens=trace.seq_lens) == whole
-    problem = make_problem(pieces, 4, cap=1.5, whole_lens=trace.seq_lens)
-    assert shrunk_cap(problem, plan) == pytest.approx(1.5 - whole)
+def test_a_drift_between_halves_of_a_recording_is_seen():
+    """Two recordings whose second halves use other experts: drawing pieces of both halves cannot foretell that."""
+    early, late = (random_trace(320, 3, 16, 3, seed=seed) for seed in (0, 1))
+    drifting, steady = join([early, late, early, late], "drifting"), join([early] * 4, "steady")
+    recordings = (np.full(40, 16), np.full(40, 16))
+    rises = []
+    for trace in (drifting, steady):
+        pieces = replace(trace, seq_lens=np.full(320, 4))
+        problem = make_problem(pieces, 4, cap=1.1, recordings=recordings)
+        rises.append(crossed_rise(problem, lambda half: solve_joint(replace(half, seconds=0.3, threads=1)).plan))
+    assert rises[0] > 0.1 and rises[1] < 0.02
+    alone = make_problem(early, 4, cap=1.1, recordings=(np.array([320]),))
+    assert crossed_rise(alone, None) == 0.0  # one sequence has no other half
 
 
 def test_one_sequence_cannot_be_resampled():

@@ -1,5 +1,6 @@
 """JSON with a key twice is refused; a file is replaced whole or not at all."""
 
+import json
 import os
 import stat
 import threading
@@ -28,6 +29,13 @@ def test_plans_and_topologies_refuse_a_key_given_twice():
         Plan.from_json(plan[:-1] + ', "ranks": 3}')
     with pytest.raises(UserError, match="'speed' is given twice"):
         Topology.from_json(uniform(2).to_json()[:-1] + ', "speed": [1, 1]}')
+
+
+@pytest.mark.parametrize("name", ["../p.npz", "", 3, "x" * 300, "a\0b"])
+def test_a_plan_names_its_affinity_file_beside_it(name):
+    text = linear_plan(MoEShape((0,), 4, 2), 2).to_json()
+    with pytest.raises(UserError, match="affinity must be null or the name of a file beside the plan"):
+        Plan.from_json(text.replace('"affinity": null', f'"affinity": {json.dumps(name)}'))
 
 
 def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if loads is not None:
         return _run_on_loads(args, chosen, problem_of(args, inputs.one_load(loads), topology))
     train, held = inputs.split_all(inputs.load_traces(args), args.holdout)
-    train, held, whole = inputs.cut_requests(train, args.cut), inputs.cut_requests(held, args.cut), whole_lens(train)
-    problem = for_unseen(problem_of(args, train, topology, whole_lens=whole), args)
+    whole = whole_lens(train) if args.cut else None
+    train, held = inputs.cut_requests(train, args.cut), inputs.cut_requests(held, args.cut)
+    problem = for_unseen(problem_of(args, train, topology, recordings=whole), args)
     held_out = join(held, "held-out")
     rows: list[Row] = []
     bounds = term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4))

@@ -105,7 +105,7 @@ def cap(text: str) -> float | None:
     value = inputs.positive_or_zero(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: the fullest GPU has at least the mean load; give 1 or more, or none")
-    return value
+    return min(value, 1e6)  # no GPU has that many others to take load from
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
         train, held, whole = inputs.one_load(loads), None, None
     else:
         train, held = _split(inputs.load_traces(args), args.holdout)
-        train, whole = inputs.cut_requests(train, args.cut), whole_lens(train)
+        train, whole = inputs.cut_requests(train, args.cut), whole_lens(train) if args.cut else None
         held = held and join(inputs.cut_requests(held, args.cut), "held-out")
     usual = "dispatch_rows" if method.places_homes else methods.MIXED.name
     extra = {
-        "whole_lens": whole,
+        "recordings": whole,
         "old_plan": _old_plan(args, train),
         "max_moves": args.max_moves,
         "move_price": args.move_price,
@@ -214,9 +214,9 @@ def describe(found: Found, problem: Problem, held: Trace | None, args: argparse.
     return result
 
 
-def whole_lens(traces: list[Trace]) -> np.ndarray:
-    """int64: tokens of every recorded sequence."""
-    return np.concatenate([trace.seq_lens for trace in traces]).astype(np.int64)
+def whole_lens(traces: list[Trace]) -> tuple[np.ndarray, ...]:
+    """Tokens of every sequence, by recording."""
+    return tuple(trace.seq_lens for trace in traces)
 
 
 def _split(traces: list[Trace], holdout: float) -> tuple[list[Trace], list[Trace] | None]:
