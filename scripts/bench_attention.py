@@ -218,7 +218,7 @@ def compile_kernels(job: tuple[Case, int, bool]) -> str | None:
 def compile_all(kinds: list[str], block_sizes: list[int]) -> None:
     """Side by side in processes, through the cache on disk, on tiny lengths."""
     shapes = {case.shape for kind in kinds if kind in CASES for case in CASES[kind]}
-    lens = (((1, 300),) * 2, ((40, 300), (50, 50)))
+    lens = (((1, 300),) * 2, ((40, 600), (50, 50)))
     jobs = product([Case("", shape, some) for shape in shapes for some in lens], block_sizes, (False, True))
     with get_context("spawn").Pool(14) as pool:
         for error in pool.imap_unordered(compile_kernels, list(jobs)):

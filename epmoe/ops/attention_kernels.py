@@ -92,33 +92,34 @@ def _attend_keys(
 
 
 @triton.jit
-def finish(state, out_at, spot, row, d, live, parts, part_ptr, lse_ptr, D: tl.constexpr, SPLIT: tl.constexpr):
+def finish(state, out_at, spot, row, rows, d, live, parts, part_ptr, lse_ptr, D: tl.constexpr, SPLIT: tl.constexpr):
     """Write a tile's result if it has one part, else this part of it and its log2 sums from ``spot`` on."""
     peak, total, acc = state
     some = total > 0
     result = acc / tl.where(some, total, 1.0)[:, None]
     if SPLIT:
         if parts > 1:
+            lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
             tl.store(part_ptr + (spot + row)[:, None] * D + d[None, :], result, mask=live)
-            tl.store(lse_ptr + spot + row, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf")))
+            tl.store(lse_ptr + spot + row, lse, mask=row < rows)
         else:
             tl.store(out_at, result, mask=live)
     else:
         tl.store(out_at, result, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_rows"])
 def _merge_kernel(
     part_ptr,
     lse_ptr,
     out_ptr,
     item_ptr,
     first_ptr,
+    part_rows,
     KVH: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     D2: tl.constexpr,
-    ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,8 +133,8 @@ def _merge_kernel(
     if (item >= 0) & (parts > 1) & (row < rows):
         d = tl.arange(0, D2)
         n = tl.arange(0, AT_ONCE)
-        spot = ((item + n).to(tl.int64) * KVH + head) * ROWS + row
-        step = AT_ONCE * KVH * ROWS
+        spot = ((item + n).to(tl.int64) * KVH + head) * part_rows + row
+        step = AT_ONCE * KVH * part_rows
         peak = float("-inf")
         for begin in range(0, parts, AT_ONCE):
             lse = tl.load(lse_ptr + spot + begin // AT_ONCE * step, mask=n < parts - begin, other=float("-inf"))
@@ -153,7 +154,7 @@ def _merge_kernel(
         tl.store(out_ptr + out_row * D + d, acc / total, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["sequence_stride", "block_stride"])
+@triton.jit(do_not_specialize=["sequence_stride", "block_stride", "part_rows"])
 def _attend_kernel(
     q_ptr,
     cache_ptr,
@@ -167,6 +168,7 @@ def _attend_kernel(
     block_stride,
     head_stride,
     value_stride,
+    part_rows,
     scale,
     KVH: tl.constexpr,
     G: tl.constexpr,
@@ -214,8 +216,8 @@ def _attend_kernel(
         )  # fmt: skip
         state = _attend_keys(state, q, position, whole, stop, table, block_stride, cache, scale, tile, True, True)
         out_at = out_ptr + at[:, None] * D + d[None, :]
-        spot = (item.to(tl.int64) * KVH + head) * ROWS
-        finish(state, out_at, spot, row, d, live, parts, part_ptr, lse_ptr, D, SPLIT)
+        spot = (item.to(tl.int64) * KVH + head) * part_rows
+        finish(state, out_at, spot, row, rows, d, live, parts, part_ptr, lse_ptr, D, SPLIT)
 
 
 def paged_attention_triton(q_THd: torch.Tensor, cache_HBSd: torch.Tensor, batch, scale: float, tiled: bool):
@@ -246,6 +248,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         batch.block_table_NP.stride(1),
         cache_HBSd.stride(1),
         cache_HBSd.stride(0),
+        work.scratch.rows,
         scale,
         KVH=kv_heads,
         G=q_THd.shape[1] // kv_heads,
@@ -270,17 +273,17 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
 def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, work: Work) -> None:
     """Add the parts of the tiles that have several."""
     _, kv_heads, rows, D = part.shape
-    _merge_kernel[work.first_Y.shape[0], kv_heads, work.height](
+    _merge_kernel[work.first_Y.shape[0], kv_heads, rows](
         part,
         lse,
         out_THd,
         work.item_XF,
         work.first_Y,
+        rows,
         KVH=kv_heads,
         G=out_THd.shape[1] // kv_heads,
         D=D,
         D2=triton.next_power_of_2(D),
-        ROWS=rows,
         FIELDS=FIELDS,
         AT_ONCE=16,
         num_warps=2 if D <= 128 else 4,

@@ -78,7 +78,10 @@ FIXED_LATENT = Tiling(64, 64, 512, warps=8, stages=2, exact=True)
 
 
 class Scratch:
-    """Memory for the parts of a launch of up to X items, shared by all layers and by launches after one another."""
+    """Memory for the parts of a launch of up to X items, shared by all layers and by launches after one another.
+
+    Of a part it holds the first ``rows`` rows, as many as any tile uses.
+    """
 
     def __init__(self, items: int, rows: int, device: torch.device) -> None:
         self.items, self.rows, self.device = items, rows, device
@@ -100,14 +103,12 @@ class Work:
 
     Args:
         split: tiles may have several parts.
-        height: most rows of a tile that are in use.
     """
 
     tiling: Tiling
     item_XF: torch.Tensor
     first_Y: torch.Tensor
     split: bool
-    height: int
     scratch: Scratch
 
 
@@ -188,10 +189,10 @@ def _launches(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> list
         runs = np.searchsorted(first_Y, np.arange(0, len(item_XF), max(PARTS_AT_ONCE - longest, 1)))
         pieces = np.split(item_XF, first_Y[np.unique(runs[(runs > 0) & (runs < len(first_Y))])])
     most = max(len(piece) for piece in pieces)
-    scratch = Scratch(most if split else 0, tiling.rows, device)
+    scratch = Scratch(most if split else 0, int(item_XF[:, ROWS].max()), device)
     works = []
     for piece in pieces:
         first_Y = np.flatnonzero(piece[:, PART] == 0).astype(np.int32)
         item_XF, first_Y = (torch.from_numpy(x).to(device, non_blocking=True) for x in (piece, first_Y))
-        works.append(Work(tiling, item_XF, first_Y, split, int(piece[:, ROWS].max()), scratch))
+        works.append(Work(tiling, item_XF, first_Y, split, scratch))
     return works

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -52,28 +53,33 @@ class DecodeBatch:
             self._items = tiles * -(-shape.max_kv_len // self._tiling.run)
         else:
             self._items = item_limit(tiles, shape.kv_heads, sm_count(device))
-        self._tiles = tiles
         N, width = shape.sequences, -(-shape.max_kv_len // shape.block_size)
-        self._head = 4 * N + -(-(tiles + self._items * FIELDS) // 2) * 2  # ints ahead of the block table
-        self._device_buffer = torch.zeros(self._head + N * width, dtype=torch.int32, device=device)
+        self._sizes = 2 * N, 2 * N, tiles, self._items * FIELDS, N * width
+        aligned = [-(-size // 4) * 4 for size in self._sizes]  # 16 bytes
+        *self._starts, total = accumulate(aligned, initial=0)
+        self._device_buffer = torch.zeros(total, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self._staging = [torch.zeros(self._head + N * width, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._staging = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._sent = [torch.cuda.Event() if pinned else None for _ in range(2)]
         self._turn = 0
         self.position_T, self.slot_T, first_Y, item_XF, table_PN = self._views(self._device_buffer)
         self.block_table_NP = table_PN.T
-        scratch = Scratch(self._items, self._tiling.rows, device)
-        height = min(shape.group, self._tiling.rows)
-        self._work = [Work(self._tiling, item_XF, first_Y, split=True, height=height, scratch=scratch)]
+        scratch = Scratch(self._items, min(shape.group, self._tiling.rows), device)
+        self._work = [Work(self._tiling, item_XF, first_Y, split=True, scratch=scratch)]
         self.fill([], [])
 
     def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Positions and slots int64 ``[N]``, first items ``[Y]``, items ``[X, FIELDS]``, table ``[P, N]``."""
+        parts = [flat[start : start + size] for start, size in zip(self._starts, self._sizes)]
+        position_N, slot_N, first_Y, item_XF, table_PN = parts
         N = self.shape.sequences
-        first_Y, item_XF = flat[4 * N : self._head].split_with_sizes((self._tiles, self._head - 4 * N - self._tiles))
-        item_XF = item_XF[: self._items * FIELDS].view(-1, FIELDS)
-        slot_N = flat[2 * N : 4 * N].view(torch.int64)
-        return flat[: 2 * N].view(torch.int64), slot_N, first_Y, item_XF, flat[self._head :].view(-1, N)
+        return (
+            position_N.view(torch.int64),
+            slot_N.view(torch.int64),
+            first_Y,
+            item_XF.view(-1, FIELDS),
+            table_PN.view(-1, N),
+        )
 
     def work(self, kv_heads: int, group: int, fixed: bool, latent: bool = False) -> list[Work]:
         """As `AttentionBatch.work`; a batch serves the one shape it was made for."""
@@ -107,7 +113,7 @@ class DecodeBatch:
         item_XF[: len(items)] = items
         item_XF[len(items) :, SEQUENCE] = -1
         first_Y[:] = np.flatnonzero(items[:, PART] == 0)
-        used = self._head + max((len(row) for row in blocks), default=0) * shape.sequences
+        used = self._starts[-1] + max((len(row) for row in blocks), default=0) * shape.sequences
         self._device_buffer[:used].copy_(staging[:used], non_blocking=True)
         if sent is not None:
             sent.record()

@@ -60,7 +60,7 @@ def _attend_latents(
     return peak, total, acc
 
 
-@triton.jit(do_not_specialize=["sequence_stride", "block_stride"])
+@triton.jit(do_not_specialize=["sequence_stride", "block_stride", "part_rows"])
 def _latent_kernel(
     q_ptr,
     cache_ptr,
@@ -73,6 +73,7 @@ def _latent_kernel(
     item_ptr,
     sequence_stride,
     block_stride,
+    part_rows,
     scale,
     H: tl.constexpr,
     VALUE: tl.constexpr,
@@ -115,7 +116,8 @@ def _latent_kernel(
             state, q_value, q_rope, position, whole, stop, table, block_stride, cache, scale, tile, True, True
         )
         out_at = out_ptr + at[:, None] * VALUE + d[None, :]
-        finish(state, out_at, item.to(tl.int64) * ROWS, row, d, live, parts, part_ptr, lse_ptr, VALUE, SPLIT)
+        spot = item.to(tl.int64) * part_rows
+        finish(state, out_at, spot, row, rows, d, live, parts, part_ptr, lse_ptr, VALUE, SPLIT)
 
 
 def latent_attention_triton(
@@ -153,6 +155,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         work.item_XF,
         batch.block_table_NP.stride(0),
         batch.block_table_NP.stride(1),
+        work.scratch.rows,
         scale,
         H=q_THd.shape[1],
         VALUE=value_dim,
