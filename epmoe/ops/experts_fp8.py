@@ -232,7 +232,7 @@ def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileCo
         num_warps=config.warps,
         num_stages=config.stages,
         maxnreg=registers,
-        **pdl_options(index.row_M),
+        **({"PDL": False} if num_sms else pdl_options(index.row_M)),  # see grouped_gemm.launch
         **more,
     )
 

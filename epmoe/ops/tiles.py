@@ -29,6 +29,7 @@ class Choice:
 
 
 PLAIN = TileConfig(cols=128, depth=32, warps=4, stages=2)
+POINTERS = TileConfig(cols=128, depth=64, warps=4, stages=4, per_sm=3, swap=True)
 PINNED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2)
 STREAM = TileConfig(cols=128, depth=128, warps=4, stages=4, swap=True, flatten=True)
 STREAM_TWO = TileConfig(cols=128, depth=128, warps=4, stages=3, per_sm=2, swap=True, flatten=True)
@@ -58,6 +59,8 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
     if rows_RD.shape[0] == 1:
         vector = (2, 1024, 2), (8, 512, 4) if features >= 8192 else (4, 1024, 4)
     if plain:
+        if rows_RD.dtype != torch.float32 and pairs <= 24 * slots:
+            return Choice(16, POINTERS, POINTERS, vector)
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
     if gate_up.specialised and not is_hopper(rows_RD.device):
