@@ -136,15 +136,15 @@ def run_experts(received, slots: int, rank: int) -> torch.Tensor:
     return expert(received.rows_RD[row_M.long()], slot_M.clamp(max=slots - 1) + rank * slots)
 
 
-def shape_of(case: Case) -> ExchangeShape:
+def shape_of(case: Case, wire: str = "model") -> ExchangeShape:
     combine = "reduce" if case.reduce else "exact"
-    return ExchangeShape(case.slots, case.bound, case.hidden, case.top_k, case.dtype, combine)
+    return ExchangeShape(case.slots, case.bound, case.hidden, case.top_k, case.dtype, combine, wire=wire)
 
 
-def lockstep_ranks(case: Case, device="cpu") -> list[P2P]:
+def lockstep_ranks(case: Case, device="cpu", wire: str = "model") -> list[P2P]:
     """Every rank's exchange in this process, over plain memory; the waits find their signals if all ranks go a stage
     at a time."""
-    device, shape = torch.device(device), shape_of(case)
+    device, shape = torch.device(device), shape_of(case, wire)
     size = buffer_size(case.world, shape)
     buffers = list(torch.zeros((case.world, size), dtype=torch.uint8, device=device))
     table = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)

@@ -88,6 +88,7 @@ class AllToAll(RaisesItself):
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Sending:
         comm, reduce = self.comm, self.shape.combine == "reduce"
+        x_TD = self.shape.as_sent(x_TD)
         comm.at.stage = "dispatch"
         rank_TK = ranks_of(slot_TK, self.shape.slots_per_rank)
         hit_TW = ranks_hit(rank_TK, comm.world)

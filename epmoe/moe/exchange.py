@@ -44,6 +44,7 @@ import torch
 
 from epmoe.comm import Comm
 from epmoe.ops.moe_index import MoEIndex
+from epmoe.ops.wire import rounded
 
 Combine = Literal["exact", "reduce"]
 LANES = 2
@@ -60,6 +61,8 @@ class ExchangeShape:
         capacity_factor: of ``padded``: rows kept for each (source, destination) over the rows that even routing
             sends; 0 keeps a row for every token, which cannot overflow.
         graph_tokens: steps of up to so many tokens may be captured in a graph.
+        wire: "model", or "fp8": rows are rounded to 8 bits on their way to the experts (``ops.wire``), at home and also
+            where they stay, so that placement does not show.
     """
 
     slots_per_rank: int
@@ -70,10 +73,15 @@ class ExchangeShape:
     combine: Combine
     capacity_factor: float = 0.0
     graph_tokens: int = 0
+    wire: str = "model"
 
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.dtype.itemsize
+
+    def as_sent(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Rows as the experts are to see them, for an exchange that sends them in the model dtype."""
+        return x_TD if self.wire == "model" else rounded(x_TD)
 
 
 @dataclass(frozen=True)

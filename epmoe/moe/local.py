@@ -46,6 +46,7 @@ class LocalExchange(RaisesItself):
         return None
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Local:
+        x_TD = self.shape.as_sent(x_TD)
         self._traffic.tokens += len(x_TD)
         return Local(x_TD, slot_TK, weight_TK)
 

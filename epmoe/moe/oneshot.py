@@ -46,6 +46,7 @@ class OneShot(AllToAll):
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> SendingBlocks:
         self.comm.at.stage = "dispatch"
+        x_TD = self.shape.as_sent(x_TD)
         layout = self.layout
         assert len(x_TD) <= layout.rows, f"{len(x_TD)} tokens in a step of at most {layout.rows}"
         blocks_WBD = x_TD.new_empty((layout.world, layout.block_rows, layout.hidden))

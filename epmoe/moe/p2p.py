@@ -28,6 +28,7 @@ from epmoe.moe.peer_order import matched_order
 from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
 from epmoe.ops.p2p_put import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
+from epmoe.ops.wire import wire_bytes
 
 LIMIT_S = 60.0
 COPY_FROM = 2048
@@ -143,7 +144,7 @@ class P2P:
             state = layout.view(lane.buffer, "state", torch.int64, STATE).tolist()
             rows_W, _, pairs_W = layout.view(lane.buffer, "sent", torch.int64, 3, layout.world).cpu().numpy()
             back_W = rows_W if layout.reduce else pairs_W
-            moved_W = rows_W * layout.row_bytes + state[POSITIONS] * position
+            moved_W = rows_W * layout.sent_bytes + state[POSITIONS] * position
             total += Traffic(rows_W, pairs_W, moved_W, back_W * layout.row_bytes, state[TOKENS])
         return total
 
@@ -169,7 +170,8 @@ class P2P:
 
 def lane_layout(world: int, shape: ExchangeShape) -> Layout:
     tokens = max(shape.max_tokens, 1)
-    return Layout(world, tokens, shape.top_k, shape.hidden, shape.dtype, shape.combine == "reduce")
+    sent = wire_bytes(shape.hidden) if shape.wire == "fp8" else 0
+    return Layout(world, tokens, shape.top_k, shape.hidden, shape.dtype, shape.combine == "reduce", sent)
 
 
 def buffer_size(world: int, shape: ExchangeShape) -> int:

@@ -27,6 +27,7 @@ from epmoe.ops.p2p_copy import Packed, Sizes, pack_rows, send_signal
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, HEADER, Layout
 from epmoe.ops.p2p_put import CombinePlan, PutOptions, Ranks, combine_plan, combine_put, dispatch_put
 from epmoe.ops.p2p_signal import Place, wait_signals
+from epmoe.ops.wire import from_wire, to_wire
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,22 @@ class Device:
     def view(self, lane: int, region: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return self.layout.view(self.lanes[lane].buffer, region, dtype, *shape)
 
+    def as_sent(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Rows as they travel: in the model dtype, or rounded to bytes of 8-bit values and scales."""
+        return x_TD if self.shape.wire == "model" else to_wire(x_TD)
+
     def arrived(self, lane: int, bound: int, num_slots: int) -> tuple[torch.Tensor, MoEIndex, torch.Tensor | None]:
         """Rows received, their index by local slot and, in reduce mode, their weights."""
         rows, shape = self.layout.world * bound, self.shape
-        index = build_index(self.view(lane, "slot", torch.int32, rows, shape.top_k), num_slots)
+        slot_RK = self.view(lane, "slot", torch.int32, rows, shape.top_k)
+        index = build_index(slot_RK, num_slots)
         weight_RK = None
         if self.layout.reduce:
             weight_RK = self.view(lane, "weight", torch.float32, rows, shape.top_k)
-        return self.view(lane, "rows", shape.dtype, rows, shape.hidden), index, weight_RK
+        if shape.wire == "model":
+            return self.view(lane, "rows", shape.dtype, rows, shape.hidden), index, weight_RK
+        wire_RB = self.view(lane, "rows", torch.uint8, rows, self.layout.sent_bytes)
+        return from_wire(wire_RB, slot_RK, shape.hidden, shape.dtype), index, weight_RK
 
     def answer(self, lane: int, bound: int, index_TJ, weight_TK, add_TD) -> torch.Tensor:
         self.wait(lane, COMBINE, bound)
@@ -82,7 +91,7 @@ class PutSending:
     by: Put
     lane: int
     bound: int
-    x_TD: torch.Tensor
+    rows_TD: torch.Tensor
     weight_TK: torch.Tensor
     index_TJ: torch.Tensor
 
@@ -116,8 +125,9 @@ class Put:
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> PutSending:
         device, slots = self.device, self.device.shape.slots_per_rank
         ranks = device.lanes[lane].ranks
-        index_TJ = dispatch_put(ranks, device.layout, x_TD, slot_TK, weight_TK, bound, slots, self.options)
-        return PutSending(self, lane, bound, x_TD, weight_TK, index_TJ)
+        rows_TD = device.as_sent(x_TD)
+        index_TJ = dispatch_put(ranks, device.layout, rows_TD, slot_TK, weight_TK, bound, slots, self.options)
+        return PutSending(self, lane, bound, rows_TD, weight_TK, index_TJ)
 
     def dispatch_send(self, sending: PutSending) -> PutSending:
         return sending
@@ -192,7 +202,7 @@ class Copy:
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> CopySending:
         device, layout = self.device, self.device.layout
         ranks, slots = device.lanes[lane].ranks, device.shape.slots_per_rank
-        packed = pack_rows(ranks, layout, x_TD, slot_TK, weight_TK, bound, slots)
+        packed = pack_rows(ranks, layout, device.as_sent(x_TD), slot_TK, weight_TK, bound, slots)
         return CopySending(self, lane, bound, packed, weight_TK)
 
     def dispatch_send(self, sending: CopySending) -> CopySending:
@@ -206,7 +216,8 @@ class Copy:
         start = device.comm.rank * sending.bound
         for w in device.order_W[:-1]:
             count, first = sizes.rows_W[w], sizes.first_W[w]
-            self._target(lane, w, "rows", start, count).copy_(sending.packed.rows_ND[first : first + count])
+            block = sending.packed.rows_ND[first : first + count]
+            self._target(lane, w, "rows", start, block).copy_(block)
         send_signal(lane.ranks, layout, DISPATCH, len(sending.weight_TK), sending.bound)
         return replace(sending, sizes=sizes)
 
@@ -229,17 +240,13 @@ class Copy:
             sums_RD = weighted_sum(out_MD, received.index.pos_RK, received.weight_RK)
             for w in device.order_W:
                 first, count = w * sending.bound, sizes.received_rows_W[w]
-                target = self._target(lane, w, "returned", sizes.answer_row_W[w], count)
-                target.copy_(sums_RD[first : first + count])
+                block = sums_RD[first : first + count]
+                self._target(lane, w, "returned", sizes.answer_row_W[w], block).copy_(block)
         else:
             for w in device.order_W:
                 first, count = sum(sizes.received_pairs_W[:w]), sizes.received_pairs_W[w]
-                target = self._target(lane, w, "returned", sizes.answer_pair_W[w], count)
-                source_E = route.plan.source_E[first : first + count]
-                if w == device.comm.rank:
-                    torch.index_select(out_MD, 0, source_E, out=target)
-                else:
-                    target.copy_(out_MD.index_select(0, source_E))
+                block = out_MD.index_select(0, route.plan.source_E[first : first + count])
+                self._target(lane, w, "returned", sizes.answer_pair_W[w], block).copy_(block)
         send_signal(lane.ranks, device.layout, COMBINE, 0, sending.bound)
         return sending
 
@@ -248,10 +255,10 @@ class Copy:
         index_TJ = rank_index(packed.hit_TW) if self.device.layout.reduce else choice_index(packed.rank_TK)
         return self.device.answer(sending.lane, sending.bound, index_TJ, sending.weight_TK, add_TD)
 
-    def _target(self, lane: Lane, w: int, region: str, row: int, count: int) -> torch.Tensor:
-        """``count`` rows of a region of rank w's buffer, from row ``row`` on."""
-        shape = self.device.shape
-        return self.device.layout.view(lane.peers[w], region, shape.dtype, row + count, shape.hidden)[row:]
+    def _target(self, lane: Lane, w: int, region: str, row: int, block: torch.Tensor) -> torch.Tensor:
+        """Where a block of rows goes: rank w's region from row ``row`` on."""
+        end = row + len(block)
+        return self.device.layout.view(lane.peers[w], region, block.dtype, end, block.shape[1])[row:]
 
 
 def open_lanes(memory: PeerMemory, layout: Layout, count: int, order_1W: torch.Tensor, rank: int) -> list[Lane]:

@@ -81,6 +81,7 @@ class Padded(RaisesItself):
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Sending:
         self.comm.at.stage = "dispatch"
         layout, (send, receive) = self.layout, self._buffers[lane]
+        x_TD = self.shape.as_sent(x_TD)
         assert len(x_TD) <= self.shape.max_tokens, f"{len(x_TD)} tokens, the buffers are for {self.shape.max_tokens}"
         blocks = _blocks(send, layout.block_rows, layout)
         packed = pack_rows(x_TD, slot_TK, weight_TK, layout, blocks)

@@ -140,8 +140,8 @@ def pack_rows(
     counts_4W[0] = hit_TW.sum(0)
     counts_4W[1] = chosen_TKW.sum((0, 1))
     counts_4W[2:] = counts_4W[:2].cumsum(1) - counts_4W[:2]
-    rows_ND = x_TD.new_empty((T * min(layout.top_k, world), layout.hidden))
-    words = layout.row_bytes // 4
+    rows_ND = x_TD.new_empty((T * min(layout.top_k, world), x_TD.shape[1]))
+    words = layout.sent_bytes // 4
     block = min(triton.next_power_of_2(words), MAX_BLOCK)
     _pack_kernel[(bound,)](
         ranks.table_W,

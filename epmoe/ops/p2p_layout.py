@@ -16,7 +16,7 @@ header   int32 ``[W, 4]`` (copy): rows and pairs that rank w sends, and where it
 slot     int32 ``[W, bound, K]``: local slot of each choice of each row received, -1 = elsewhere or no row
 token    int32 ``[W, bound]``: home token of each row
 weight   float32 ``[W, bound, K]``: routing weights (reduce mode)
-rows     ``[W, bound, D]``: rows received; the sender picks its own position
+rows     ``[W, bound, D]``: rows received, as sent; the sender picks its own position
 returned ``[bound, J, D]``: the experts' answers; J = K in exact mode, W in reduce mode
 ======== ==================================================================================================
 
@@ -50,10 +50,15 @@ class Layout:
     hidden: int
     dtype: torch.dtype
     reduce: bool
+    sent_bytes: int = 0
+    """Bytes of a row on its way to the experts; 0: as the model's rows."""
 
     def __post_init__(self):
         assert self.tokens <= MOST_TOKENS, f"{self.tokens} tokens of a lane, signals count up to {MOST_TOKENS}"
-        assert self.row_bytes % 16 == 0, f"rows of {self.row_bytes} bytes do not move 16 bytes at a time"
+        if not self.sent_bytes:
+            object.__setattr__(self, "sent_bytes", self.row_bytes)
+        for size in (self.row_bytes, self.sent_bytes):
+            assert size % 16 == 0, f"rows of {size} bytes do not move 16 bytes at a time"
 
     @property
     def answers(self) -> int:
@@ -75,7 +80,7 @@ class Layout:
             "slot": rows * self.top_k * 4,
             "token": rows * 4,
             "weight": rows * self.top_k * 4 if self.reduce else 0,
-            "rows": rows * self.row_bytes,
+            "rows": rows * self.sent_bytes,
             "returned": self.tokens * self.answers * self.row_bytes,
         }
 

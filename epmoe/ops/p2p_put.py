@@ -195,7 +195,7 @@ def dispatch_put(
     """Send ``x_TD`` to the ranks of ``slot_TK`` and signal all ranks; returns home's index of the answer.
 
     Args:
-        x_TD: model dtype ``[V * T, D]``, row length a multiple of 16 bytes.
+        x_TD: rows as they are sent, ``[V * T, D]`` in the model dtype or ``[V * T, sent_bytes]`` uint8.
         slot_TK: int32 global slots or -1.
         weight_TK: float32; travels in reduce mode.
         bound: positions written at each rank, >= T, the same on all ranks.
@@ -205,7 +205,7 @@ def dispatch_put(
     """
     rows = x_TD.shape[0]
     index_TJ = torch.empty((rows, layout.answers), dtype=torch.int32, device=x_TD.device)
-    words = layout.row_bytes // 4
+    words = layout.sent_bytes // 4
     block, warps, unroll = _tile(words, options)
     _dispatch_kernel[(ranks.number * options.programs,)](
         ranks.table_W,

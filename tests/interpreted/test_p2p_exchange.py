@@ -6,6 +6,8 @@ import torch
 from p2p_cases import Case, inputs, lockstep_ranks, lockstep_round, reference
 from triton import knobs
 
+from epmoe.ops.wire import rounded
+
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
 
 
@@ -26,6 +28,19 @@ def test_lanes_and_sizes_take_turns(reduce, copy_from):
         y = lockstep_round(exchanges, now, data, lane, add)
         assert torch.equal(y, reference(now, *data, add))
     assert [exchange.failure() for exchange in exchanges] == [None, None]
+
+
+@pytest.mark.parametrize("copy_from", [100, 0], ids=["put", "copy"])
+def test_rows_in_8_bits_are_rounded_alike_wherever_they_go(copy_from):
+    case = Case(2, 3, 3, 2, 256, 2, torch.float32, False)
+    exchanges = lockstep_ranks(case, wire="fp8")
+    for exchange in exchanges:
+        exchange.copy_from = copy_from
+        exchange.begin_step(3)
+    x, slot, weight = inputs(case, 0)
+    y = lockstep_round(exchanges, case, (x, slot, weight))
+    assert torch.equal(y, reference(case, rounded(x), slot, weight))
+    assert exchanges[0].traffic().dispatch_bytes_W.sum() < 3 * 2 * (256 + 8 + 16) + 200
 
 
 @pytest.mark.parametrize("copy_from", [100, 0], ids=["put", "copy"])
