@@ -26,9 +26,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from epmoe.config import ModelConfig  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
-from epmoe.model.weights import ModelWeights  # noqa: E402
+from scripts import decode_peer  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 
 WARM = 6  # decode steps ahead of the timed ones: compile, capture, settle
@@ -69,7 +68,7 @@ def main() -> int:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-        report["peer"] = peer(config, weights, folder)
+        report["peer"] = decode_peer.measure_all(folder, config, weights)
     print("clocks", report["clocks_after"], f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -116,23 +115,6 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
         "gap_us": gap_us, "replays": after["replays"] - before["replays"], "prefill_s": prefill_s,
         "breakdown": breakdown, "host": host,
     }  # fmt: skip
-
-
-def peer(config: ModelConfig, weights: ModelWeights, folder: str) -> list[dict]:
-    """transformers' figures, as far as it gets."""
-    from scripts import decode_peer
-
-    found = []
-    try:
-        model = decode_peer.build(folder, config, weights)
-        for requests, new in ((1, (8, 24)), (256, (8, 40))):
-            found.append(decode_peer.measure(model, config.vocab_size, requests, 64, new))
-            print(
-                f"transformers, {requests} requests: {found[-1]['tokens_per_s']:.1f} tokens/s  {found[-1]}", flush=True
-            )
-    except Exception:
-        traceback.print_exc()
-    return found
 
 
 class Marks:

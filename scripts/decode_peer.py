@@ -1,4 +1,7 @@
+#!/usr/bin/env python3
 """transformers over the weights of `bench_decode.py`: one request by ``generate``, many by continuous batching.
+
+    scripts/decode_peer.py          # alone; or beside the engine: scripts/bench_decode.py --peer
 
 The model is made on the meta device and given the engine's own tensors, so it costs no memory.  Rows of gate and up are
 interleaved in those, which transformers does not undo: it computes other values, at the same cost.
@@ -6,14 +9,36 @@ interleaved in those, which transformers does not undo: it computes other values
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from epmoe.config import ModelConfig
-from epmoe.model.weights import LayerWeights, ModelWeights
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from epmoe.config import ModelConfig  # noqa: E402
+from epmoe.model.weights import LayerWeights, ModelWeights  # noqa: E402
+
+CASES = ((1, (4, 20)), (256, (4, 20)))  # requests, new tokens of the shorter and of the longer run
+PROMPT = 64  # tokens
+
+
+def measure_all(folder: str, config: ModelConfig, weights: ModelWeights) -> list[dict]:
+    """All cases, as far as it gets."""
+    found = []
+    try:
+        model = build(folder, config, weights)
+        for requests, new in CASES:
+            found.append(measure(model, config.vocab_size, requests, PROMPT, new))
+            print(f"transformers, {requests} requests: {found[-1]['tokens_per_s']:.1f} tokens/s", found[-1], flush=True)
+    except Exception:
+        traceback.print_exc()
+    return found
 
 
 def build(folder: str, config: ModelConfig, weights: ModelWeights) -> nn.Module:
@@ -81,7 +106,7 @@ def measure(model: nn.Module, vocabulary: int, requests: int, prompt: int, new: 
         assert len(done) == requests, f"{len(done)} of {requests} requests came back"
 
     run = alone if requests == 1 else together
-    run(4)  # compiles and allocates
+    run(2)  # compiles and allocates
     short, long = (_seconds(run, tokens) for tokens in new)
     rate = requests * (new[1] - new[0]) / (long - short)
     return {"requests": requests, "prompt": prompt, "new_tokens": new, "seconds": [short, long], "tokens_per_s": rate}
@@ -93,3 +118,18 @@ def _seconds(run: Callable[[int], None], tokens: int) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def main() -> int:
+    from scripts import model_bench_lib as lib
+
+    folder = lib.shape_folder()
+    config = ModelConfig.from_folder(folder)
+    everything = [range(config.num_experts)] * len(config.moe_layers)
+    weights, _ = lib.random_load(Path(folder), config, everything, torch.bfloat16, torch.device("cuda"))
+    print(json.dumps(measure_all(folder, config, weights)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
