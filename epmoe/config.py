@@ -180,6 +180,7 @@ class EngineConfig:
         ranks: W.
         combine: "exact" (placement never changes a token) or "reduce" (fewer bytes, equal to rounding).
         exchange: how rows travel: "alltoall", "padded", "p2p", or "auto" (see ``moe.open_exchange``).
+        wire: rows on their way to the experts: "model" dtype, or "fp8" (8 bits, a scale per 128 columns).
         capacity_factor: of the padded exchange, rows kept for each pair of ranks over the rows that even routing sends;
             a step that needs more runs again with exact sizes. 0 keeps a row for every token.
         max_batch_tokens: token budget of one rank and step.
@@ -208,6 +209,7 @@ class EngineConfig:
     dtype: str = "float32"
     combine: str = "exact"
     exchange: str = "alltoall"
+    wire: str = "model"
     capacity_factor: float = 0.0
     deterministic: bool = False
     max_batch_tokens: int = 2048
@@ -236,6 +238,7 @@ class EngineConfig:
             "dtype": DTYPES,
             "combine": ("exact", "reduce"),
             "exchange": EXCHANGES,
+            "wire": ("model", "fp8"),
             "overlap": ("off", "on", "auto"),
         }
         for key, allowed in choices.items():
@@ -295,6 +298,10 @@ def check_engine(engine: EngineConfig, model: ModelConfig) -> None:
         raise UserError(
             f"ranks is {engine.ranks}, the model has {model.num_experts} experts a layer and every rank needs one;"
             f" use at most {model.num_experts} ranks"
+        )
+    if engine.wire == "fp8" and model.hidden_size % 128:
+        raise UserError(
+            f"wire is 'fp8', which scales runs of 128 columns; hidden size {model.hidden_size}: use 'model'"
         )
     if engine.max_model_len > model.max_position_embeddings:
         raise UserError(

@@ -32,6 +32,7 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--device": ("device", str, "cpu or cuda (default: cuda where there is a GPU)"),
     "--combine": ("combine", str, "exact: placement never changes a token; reduce: fewer bytes, equal to rounding"),
     "--exchange": ("exchange", str, "how rows travel: alltoall (default), padded, p2p or auto"),
+    "--wire": ("wire", str, "rows on their way to the experts: model, or fp8 (half the bytes)"),
     "--capacity-factor": ("capacity_factor", float, "padded: rows per pair of ranks over an even share; 0: all"),
     "--overlap": ("overlap", str, "two micro-batches, one computes while one travels: on, off (default), auto"),
     "--max-batch-tokens": ("max_batch_tokens", int, "token budget of a rank and step"),

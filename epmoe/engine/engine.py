@@ -327,6 +327,7 @@ def exchange_shape(engine: EngineConfig, model: ModelConfig, plan: Plan) -> Exch
         dtype=getattr(torch, engine.dtype),
         combine=engine.combine,
         capacity_factor=engine.capacity_factor,
+        wire=engine.wire,
         graph_tokens=engine.max_requests if engine.graphs else 0,
     )
 
