@@ -96,7 +96,7 @@ class Tuned:
             reason = f"it lacks {error}"
         except (ValueError, TypeError) as error:
             reason = str(error)
-        raise UserError(f"{source} is no file of tuned tiles for this version ({reason}); run epmoe tune again")
+        raise UserError(f"{source} is no file of tuned tiles for this version ({reason}); remove it and run epmoe tune")
 
 
 def _case(raw: Mapping) -> TunedCase:
