@@ -13,6 +13,7 @@ from tiny_checkpoints import save_tiny
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
 from epmoe.ops.p2p_put import PutOptions
+from epmoe.ops.wire import from_wire, from_wire_ref, rounded, to_wire, to_wire_ref
 from placement.plan import plan_from_ranks
 
 pytestmark = pytest.mark.gpu
@@ -33,18 +34,30 @@ def test_virtual_ranks_give_the_reference(world, tokens, hidden, reduce):
     assert exchange.failure() is None
 
 
+@pytest.mark.parametrize("wire", ["model", "fp8"])
 @pytest.mark.parametrize("reduce", [False, True])
-def test_lockstep_ranks_give_the_reference(reduce):
+def test_lockstep_ranks_give_the_reference(reduce, wire):
     case = Case(4, 40, 64, 4, 1024, 5, BF16, reduce)
-    exchanges = lockstep_ranks(case, "cuda")
+    exchanges = lockstep_ranks(case, "cuda", wire)
     for seed, bound in enumerate((64, 40, 50)):
         for exchange in exchanges:
             exchange.copy_from = 50
             exchange.begin_step(bound)
         data = inputs(case, seed, "cuda")
         add = torch.randn_like(data[0])
-        assert torch.equal(lockstep_round(exchanges, case, data, seed % 2, add), reference(case, *data, add))
+        y = lockstep_round(exchanges, case, data, seed % 2, add)
+        x = data[0] if wire == "model" else rounded(data[0])
+        assert torch.equal(y, reference(case, x, *data[1:], add))
     assert all(exchange.failure() is None for exchange in exchanges)
+
+
+def test_wire_kernels_equal_their_twins():
+    x = torch.randn(37, 7168, device="cuda", dtype=BF16) * torch.logspace(-4, 4, 37, device="cuda", dtype=BF16)[:, None]
+    x[3, :256] = 0
+    used = 7168 + 4 * 56
+    wire = to_wire(x)
+    assert torch.equal(wire[:, :used], to_wire_ref(x)[:, :used])
+    assert torch.equal(from_wire(wire, None, 7168, BF16), from_wire_ref(wire, None, 7168, BF16))
 
 
 @pytest.mark.parametrize("world", SMALL)
