@@ -59,6 +59,7 @@ class P2P:
     """
 
     name = "p2p"
+    capturable = True  # steps that graphs may hold are put
     may_overflow = False
 
     def __init__(
@@ -90,10 +91,6 @@ class P2P:
     def ctas(self) -> int:
         """SMs that a transfer takes beside compute in this step."""
         return self.put.options.programs if self.transport is self.put else 0
-
-    @property
-    def capturable(self) -> bool:
-        return self.transport is self.put
 
     @property
     def waits_for_counts(self) -> bool:
