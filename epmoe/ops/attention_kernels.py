@@ -136,9 +136,6 @@ def _merge_kernel(
         spot = ((item + n).to(tl.int64) * KVH + head) * part_rows + row
         step = AT_ONCE * KVH * part_rows
         peak = float("-inf")
-        for begin in range(0, parts, AT_ONCE):
-            lse = tl.load(lse_ptr + spot + begin // AT_ONCE * step, mask=n < parts - begin, other=float("-inf"))
-            peak = tl.maximum(peak, tl.max(lse, 0))
         total = 0.0
         acc = tl.zeros([D2], tl.float32)
         for begin in range(0, parts, AT_ONCE):
@@ -146,9 +143,12 @@ def _merge_kernel(
             lse = tl.load(lse_ptr + at, mask=n < parts - begin, other=float("-inf"))
             inside = (n < parts - begin)[:, None] & (d < D)[None, :]
             part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-            weight = tl.exp2(lse - peak)
-            total += tl.sum(weight, 0)
-            acc += tl.sum(weight[:, None] * part, 0)
+            new_peak = tl.maximum(peak, tl.max(lse, 0))  # part 0 holds key 0, which every row sees
+            weight = tl.exp2(lse - new_peak)
+            keep = tl.exp2(peak - new_peak)
+            total = total * keep + tl.sum(weight, 0)
+            acc = acc * keep + tl.sum(weight[:, None] * part, 0)
+            peak = new_peak
         row += first_row
         out_row = ((token + row // G).to(tl.int64) * KVH + head) * G + row % G
         tl.store(out_ptr + out_row * D + d, acc / total, mask=d < D)
@@ -285,8 +285,8 @@ def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, wo
         D=D,
         D2=triton.next_power_of_2(D),
         FIELDS=FIELDS,
-        AT_ONCE=16,
-        num_warps=2 if D <= 128 else 4,
+        AT_ONCE=32 if D <= 128 else 16,
+        num_warps=4,
         **pdl_options(out_THd),
     )
 
