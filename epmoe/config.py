@@ -183,6 +183,7 @@ class EngineConfig:
         wire: rows on their way to the experts: "model" dtype, or "fp8" (8 bits, a scale per 128 columns).
         capacity_factor: of the padded exchange, rows kept for each pair of ranks over the rows that even routing sends;
             a step that needs more runs again with exact sizes. 0 keeps a row for every token.
+        exchange_costs: text of a calibration file of ``scripts/bench_exchange.py``, which "auto" goes by.
         max_batch_tokens: token budget of one rank and step.
         max_requests: requests that one rank runs at once.
         max_model_len: most tokens of one request, prompt and output.
@@ -229,6 +230,7 @@ class EngineConfig:
     stall_seconds: int = 300
     plan: str | None = field(default=None, repr=False)
     tuned: str | None = field(default=None, repr=False)
+    exchange_costs: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -34,6 +34,7 @@ ENGINE = {  # option -> (EngineConfig field, type, help)
     "--exchange": ("exchange", str, "how rows travel: alltoall (default), padded, p2p or auto"),
     "--wire": ("wire", str, "rows on their way to the experts: model, or fp8 (half the bytes)"),
     "--capacity-factor": ("capacity_factor", float, "padded: rows per pair of ranks over an even share; 0: all"),
+    "--exchange-costs": ("exchange_costs", str, "file of bench_exchange.py --calibrate, which auto goes by"),
     "--overlap": ("overlap", str, "two micro-batches, one computes while one travels: on, off (default), auto"),
     "--max-batch-tokens": ("max_batch_tokens", int, "token budget of a rank and step"),
     "--max-requests": ("max_requests", int, "requests a rank runs at once"),
@@ -156,6 +157,8 @@ def complete_settings(
     settings.setdefault("block_size", EngineConfig.block_size if on_cpu else GPU_BLOCK_SIZE)
     settings.setdefault("max_model_len", _default_length(settings, model))
     settings["tuned"] = _tuned_text(settings.get("tuned"), on_cpu)
+    if settings.get("exchange_costs") is not None:
+        settings["exchange_costs"] = _costs_text(str(settings["exchange_costs"]))
     engine = EngineConfig.from_dict(settings, source)
     check_engine(engine, model)
     return engine, model
@@ -177,6 +180,19 @@ def _tuned_text(asked: object, on_cpu: bool) -> str | None:
     from launch.tune import read_tuned
 
     return read_tuned(tuned_file() if asked is None else str(asked)).to_json()
+
+
+def _costs_text(path: str) -> str:
+    """Text of a calibration of exchanges, checked."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read exchange costs {path}: {reason}; give a file of bench_exchange.py") from None
+    from epmoe.moe.by_size import costs_from
+
+    costs_from(text, path)
+    return text
 
 
 def _given(args: argparse.Namespace, options: dict) -> dict:

@@ -102,7 +102,17 @@ def _traffic(run: RunReport) -> list[str]:
         f" {there[remote].sum() / 1e6:.1f} MB there, {back[remote].sum() / 1e6:.1f} MB back; heaviest link"
         f" {heaviest[0]} -> {heaviest[1]}, {link_WW.max() / 1e6:.1f} MB",
         f"fan-out {rows.sum() / tokens:.2f} ranks a token; {padding:.1%} of the bytes sent there are no hidden rows",
+        *_choice(run.stats[0]),
     ]
+
+
+def _choice(stats: dict) -> list[str]:
+    """What a choice by size took, which buffers it holds, and what it could not take."""
+    lines = [f"p2p is not used: {note}" for note in stats["exchange_notes"]]
+    if steps := {name: count for name, count in stats["exchange_steps"].items() if count}:
+        taken = ", ".join(f"{name} for {count} steps" for name, count in steps.items())
+        lines.append(f"auto took {taken}; {stats['exchange_bytes'] / 1e6:.1f} MB of exchange buffers a rank")
+    return lines
 
 
 def _remote_rows(run: RunReport, load_WLE: np.ndarray) -> list[str]:

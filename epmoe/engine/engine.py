@@ -27,6 +27,7 @@ from epmoe.engine.runner import Kind, Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler, longest, most_in_lane
 from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
+from epmoe.moe.by_size import costs_from
 from epmoe.moe.calibrate import measure_stages
 from epmoe.moe.exchange import Exchange, ExchangeShape, Traffic
 from epmoe.moe.lane_cost import StageTimes, choose_lanes
@@ -101,7 +102,8 @@ class Engine:
         local = [held[comm.rank] for held in self.plan.slots]
         dtype = getattr(torch, engine.dtype)
         weights, self.load_report = load(Path(engine.model), self.model, local, dtype, comm.device)
-        exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange)
+        costs = None if engine.exchange_costs is None else costs_from(engine.exchange_costs, "exchange_costs")
+        exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange, costs)
         tuned = None if engine.tuned is None else Tuned.from_json(engine.tuned)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic, tuned)
         num_blocks = size_cache(self.model, engine, dtype, free_memory(comm.device))
@@ -338,6 +340,9 @@ def exchange_report(exchange: Exchange, before: Traffic) -> dict:
     return {
         "sent_rows": traffic.rows_W.tolist(),
         "exchange": exchange.name,
+        "exchange_steps": getattr(exchange, "steps", {}),  # of a choice by size
+        "exchange_bytes": exchange.buffer_bytes,
+        "exchange_notes": getattr(exchange, "notes", []),
         "traffic": traffic.report(exchange.shape.row_bytes),
     }
 

@@ -6,6 +6,7 @@ the bytes that even routing puts on the wire.  Every rank has the same figures, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,9 +34,10 @@ GLOO = {"alltoall": Cost(900, 1.5), "oneshot": Cost(600, 1.5), "padded": Cost(60
 NCCL = {"alltoall": Cost(110, 330), "padded": Cost(60, 330), "p2p": Cost(15, 330)}
 
 
-def costs_from(raw: object, source: str) -> dict[str, Cost]:
+def costs_from(text: str, source: str) -> dict[str, Cost]:
     """The ``costs`` of a calibration file: ``{exchange: {"latency_us", "gb_per_s"}}``."""
     try:
+        raw = json.loads(text)
         costs = {name: Cost(float(each["latency_us"]), float(each["gb_per_s"])) for name, each in raw["costs"].items()}
     except (TypeError, KeyError, ValueError, AttributeError):
         rule = 'expected {"costs": {exchange: {"latency_us", "gb_per_s"}}}'
