@@ -32,6 +32,7 @@ from epmoe.ops.wire import wire_bytes
 
 LIMIT_S = 60.0
 COPY_FROM = 2048
+MOST_RANKS = 63  # a bit each
 
 
 class PeerFailed(RuntimeError):
@@ -42,6 +43,8 @@ def p2p_unavailable(comm: Comm, shape: ExchangeShape) -> str | None:
     """Why this run cannot use p2p, as far as it shows without trying; None: `P2P` may be opened."""
     if comm.device.type != "cuda":
         return f"p2p needs GPUs, this run is on {comm.device.type}"
+    if comm.world > MOST_RANKS:
+        return f"p2p reaches up to {MOST_RANKS} ranks, this run has {comm.world}"
     if shape.max_tokens > MOST_TOKENS:
         return f"p2p moves up to {MOST_TOKENS} tokens a rank, the budget is {shape.max_tokens}"
     if shape.row_bytes % 16:

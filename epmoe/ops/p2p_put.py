@@ -42,7 +42,7 @@ class Ranks:
 
     table_W: torch.Tensor
     order_VW: torch.Tensor
-    """int32: in which order each launched rank visits its peers."""
+    """int32: in which order each launched rank visits its peers; at most 63 ranks."""
     first: int
     number: int
 
@@ -153,14 +153,8 @@ def _dispatch_kernel(
     cta = tl.program_id(0) % C
     me = first_rank + v
     order_ptr += v * W
-    _store_metadata(
-        table_ptr, order_ptr, slot_ptr, weight_ptr, index_ptr, me, v, cta, T, bound, slots_per_rank, slot_at, token_at,
-        weight_at, sent_at, W, W2, C, K, REDUCE, 1024,
-    )  # fmt: skip
-    sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
-    _count_rows(slot_ptr, index_ptr, sent_ptr, v, (cta + 1) % C, T, slots_per_rank, W, W2, C, K, REDUCE, 1024)
     x_ptr += v.to(tl.int64) * T * WORDS
-    slot_ptr += v.to(tl.int64) * T * K
+    own_slot_ptr = slot_ptr + v.to(tl.int64) * T * K
     for c0 in tl.static_range(0, WORDS, BLOCK):
         col = c0 + tl.arange(0, BLOCK)
         for t0 in range(cta, T, C * U):
@@ -168,10 +162,11 @@ def _dispatch_kernel(
             row = t.to(tl.int64) * WORDS
             move = (t < T)[:, None] & (col < WORDS)[None, :]
             words = tl.load(x_ptr + row[:, None] + col[None, :], mask=move, eviction_policy="evict_first")
-            hit = tl.zeros([U], tl.int32)
+            hit = tl.zeros([U], tl.int64)  # bit w: goes to rank w
             for k in tl.static_range(K):
-                slot = tl.load(slot_ptr + t * K + k, mask=t < T, other=-1)
-                hit |= tl.where(slot >= 0, 1 << (slot // slots_per_rank), 0)
+                slot = tl.load(own_slot_ptr + t * K + k, mask=t < T, other=-1)
+                rank = (tl.maximum(slot, 0) // slots_per_rank).to(tl.int64)
+                hit |= (slot >= 0).to(tl.int64) << rank
             at = (me * bound + t).to(tl.int64) * WORDS
             for n in tl.static_range(W):
                 w = tl.load(order_ptr + n)
@@ -179,6 +174,13 @@ def _dispatch_kernel(
                 peer = tl.multiple_of(peer, 16)
                 mask = (((hit >> w) & 1) != 0)[:, None] & move
                 tl.store(peer + at[:, None] + col[None, :], words, mask=mask)
+    # Behind the rows, so that what is read here is waited for while they travel.
+    _store_metadata(
+        table_ptr, order_ptr, slot_ptr, weight_ptr, index_ptr, me, v, cta, T, bound, slots_per_rank, slot_at, token_at,
+        weight_at, sent_at, W, W2, C, K, REDUCE, 1024,
+    )  # fmt: skip
+    sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
+    _count_rows(slot_ptr, index_ptr, sent_ptr, v, (cta + 1) % C, T, slots_per_rank, W, W2, C, K, REDUCE, 1024)
     finish_send(table_ptr, me, state_at, sent_at, signal_at, 0, T, bound, W, W2, C)
 
 
