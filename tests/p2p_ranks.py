@@ -188,6 +188,34 @@ def die_in_a_round(comm: Comm, case: Case, graphed: bool) -> str:
     return "nothing noticed"
 
 
+def lose_a_rank_in_a_step(comm: Comm, config: dict, script) -> str:
+    """Rank 1 is killed between the agreement on step 12 and its forward pass; what the others report."""
+    from drive import Engine, EngineConfig
+
+    from epmoe.engine.watchdog import watch
+    from epmoe.engine.worker import cause_of
+
+    engine = Engine(EngineConfig.from_dict(config), comm)
+    watch(comm.at, 60, lambda error: None, engine.runner.decoder.exchange.watch_peers)
+    launch = engine.runner.launch
+
+    def launch_or_die(*args):
+        if comm.rank == 1 and engine.steps == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return launch(*args)
+
+    engine.runner.launch = launch_or_die
+    new = [{"op": "add", "id": n, "prompt": prompt, "params": params} for n, prompt, params in script.requests]
+    begin = time.monotonic()
+    try:
+        while engine.steps < 30:
+            begin = time.monotonic() if engine.steps <= 12 else begin
+            engine.step(new if comm.rank == 0 and engine.steps == 0 else [])
+    except RuntimeError as error:
+        return f"{cause_of(error, engine)} ({time.monotonic() - begin:.1f} s)"
+    return "nothing noticed"
+
+
 def drive_engine(comm: Comm, config: dict, script):
     """The engine on this rank; logits come back on the CPU."""
     from drive import drive

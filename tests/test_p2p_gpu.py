@@ -7,7 +7,14 @@ import pytest
 import torch
 from drive import Script, drive, merge
 from p2p_cases import Case, VirtualExchange, inputs, lockstep_ranks, lockstep_round, reference
-from p2p_ranks import die_in_a_round, drive_engine, eager_rounds, graph_rounds, run_ranks
+from p2p_ranks import (
+    die_in_a_round,
+    drive_engine,
+    eager_rounds,
+    graph_rounds,
+    lose_a_rank_in_a_step,
+    run_ranks,
+)
 from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
@@ -112,3 +119,17 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
     assert merged.tokens == alone.tokens
     assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())
     assert all(result.report["exchange"] == "p2p" and result.report["graph_replays"] > 10 for result in results)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_engine_that_loses_a_rank_says_where(tmp_path, graphs):
+    """Step, layer and stage of what the device waited for, also where the host's next collective broke first."""
+    model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
+    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    script = Script([(n, [5, 6, 7 + n], sampling) for n in range(6)])
+    config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "graphs": graphs}
+    said = run_ranks(3, lose_a_rank_in_a_step, {**config, "ranks": 3, "exchange": "p2p"}, script)
+    assert said[1] == -9
+    for message in (said[0], said[2]):
+        found = re.match(r"step 12, layer \d+, (dispatch|combine): rank 1 is gone, .* \((.*) s\)", message)
+        assert found and float(found[2]) < 10, message

@@ -32,7 +32,7 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
     On failure the error is written where the watcher finds it and the process ends at once: a rank that unwound
     politely would keep its peers waiting in a collective.
     """
-    comm = None
+    comm = engine = None
     try:
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -44,8 +44,18 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
         serve(engine, info)
         close_comm(comm)
     except BaseException as error:
-        write_error(info, comm, error)
+        write_error(info, comm, cause_of(error, engine))
         os._exit(1)
+
+
+def cause_of(error: BaseException, engine: Engine | None) -> BaseException:
+    """A collective broke because a peer is gone: the exchange may know where the device waited for whom."""
+    try:
+        if engine is not None and isinstance(error, RuntimeError):
+            engine.runner.decoder.exchange.raise_if_failed(patience_s=1.0)
+    except RuntimeError as failure:
+        return failure
+    return error
 
 
 def own_device(info: RankInfo, config: EngineConfig) -> tuple[torch.device, bool]:

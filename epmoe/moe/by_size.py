@@ -134,9 +134,9 @@ class BySize:
             total = total + option.traffic()
         return total
 
-    def raise_if_failed(self) -> None:
+    def raise_if_failed(self, patience_s: float = 0.0) -> None:
         for option in self.options:
-            option.raise_if_failed()
+            option.raise_if_failed(patience_s)
 
     def watch_peers(self) -> None:
         for option in self.options:

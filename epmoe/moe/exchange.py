@@ -199,8 +199,12 @@ class Exchange(Protocol):
         """Counters since the start; waits for the device."""
         ...
 
-    def raise_if_failed(self) -> None:
-        """To be called when a step's results have come from the device and before they count: a rank failed."""
+    def raise_if_failed(self, patience_s: float = 0.0) -> None:
+        """To be called when a step's results have come from the device and before they count: a rank failed.
+
+        Args:
+            patience_s: if a peer has ended, how long to wait until this rank's device has noticed.
+        """
         ...
 
     def watch_peers(self) -> None:
@@ -211,7 +215,7 @@ class Exchange(Protocol):
 class RaisesItself:
     """Of exchanges over collectives: a rank that fails makes the collectives of its peers raise."""
 
-    def raise_if_failed(self) -> None:
+    def raise_if_failed(self, patience_s: float = 0.0) -> None:
         pass
 
     def watch_peers(self) -> None:

@@ -16,6 +16,7 @@ A peer that is late beyond ``limit_s``, or gone, ends the wait; the record says 
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -155,9 +156,12 @@ class P2P:
             return replace(failure, peer=self._gone, reason=GONE)
         return failure
 
-    def raise_if_failed(self) -> None:
-        """To be called when results have come from the device and before they count."""
-        failure = self.failure()
+    def raise_if_failed(self, patience_s: float = 0.0) -> None:
+        if patience_s:
+            self.watch_peers()
+        deadline = time.monotonic() + (patience_s if self._gone is not None else 0.0)
+        while (failure := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         if failure is not None:
             raise PeerFailed(str(failure))
 
