@@ -31,7 +31,7 @@ from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
 from epmoe.moe.timeline import Timeline, hidden_of  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
-from scripts.rank_group import label, leave, on_ranks  # noqa: E402
+from scripts.rank_group import label, on_ranks  # noqa: E402
 
 
 class Step:
@@ -126,7 +126,6 @@ def run_rank(comm: Comm, args: dict) -> None:
             )
     if comm.rank == 0 and args["json"]:
         Path(args["json"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    leave(comm)
 
 
 def say(comm: Comm, text: str) -> None:
