@@ -1,19 +1,28 @@
 """The MoE layer's kernels on a GPU: equal to loops and twins, and bitwise batch-invariant in deterministic mode."""
 
 from dataclasses import replace
+from functools import partial
 
 import moe_cases
 import pytest
 import torch
+from torch.nn import functional
 
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.router import route, route_to_slots
-from epmoe.ops.tiles import BY_MEAN, Choice
+from epmoe.ops.tiles import BLOCKED_128, BY_MEAN, SPECIALISED, Choice
 
 pytestmark = pytest.mark.gpu
-CANDIDATES = [(rows, config) for _, rows, *configs in BY_MEAN for config in configs]
+CANDIDATES = list(dict.fromkeys((rows, config) for _, rows, *configs in BY_MEAN for config in configs))
+WHOLE_BLOCKS = Choice(128, SPECIALISED, SPECIALISED)
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,10 +105,26 @@ def test_deterministic_rows_do_not_depend_on_the_batch(dtype):
         assert torch.equal(outputs(rows, 3), whole[rows])
 
 
-def test_num_sms_changes_nothing():
+@pytest.mark.parametrize("choice", [None, WHOLE_BLOCKS])
+def test_num_sms_changes_nothing(choice):
     weights, _ = moe_cases.make_experts(6, 256, 192, torch.bfloat16, "cuda")
-    x_RD = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16)
-    index = build_index(moe_cases.slots_of("mixed", 100, 3, 6).cuda(), 6)
+    x_RD = torch.randn(400, 256, device="cuda", dtype=torch.bfloat16)
+    index = build_index(moe_cases.slots_of("mixed", 400, 3, 6).cuda(), 6)
     pairs = int(index.offset_L1[-1])
-    whole = expert_mlp(x_RD, index, weights)[:pairs]
-    assert torch.equal(expert_mlp(x_RD, index, weights, replace(ExpertOptions(), num_sms=5))[:pairs], whole)
+    whole = expert_mlp_triton(x_RD, index, weights, choice=choice)[:pairs]
+    few = expert_mlp_triton(x_RD, index, weights, replace(ExpertOptions(), num_sms=5), choice)[:pairs]
+    assert torch.equal(few, whole)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("choice", [WHOLE_BLOCKS, Choice(128, BLOCKED_128, BLOCKED_128)])
+def test_activations_in_whole_and_short_blocks(choice, act):
+    """Blocks of 128 pairs, and last ones of up to 32, up to 64 and more; rows of absent pairs are NaN."""
+    weights, plain = moe_cases.make_experts(5, 144, 320, torch.bfloat16, "cuda")
+    x_RD = torch.randn(700, 144).bfloat16()
+    slot_RK = torch.repeat_interleave(torch.arange(-1, 5), torch.tensor([8, 150, 180, 128, 234, 0])).int()[:, None]
+    x_RD[:8] = float("nan")
+    index = build_index_triton(slot_RK.cuda(), 5, 128)
+    out_MD = expert_mlp_triton(x_RD.cuda(), index, weights, ExpertOptions(act=act), choice).cpu()
+    want = moe_cases.loop_experts(x_RD[8:], slot_RK[8:], plain, ACTIVATIONS[act])[:, 0]
+    assert moe_cases.relative(out_MD[:692], want) < 1e-2

@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from epmoe.ops.launch import pdl_options, sm_count
+from epmoe.ops.launch import is_hopper, pdl_options, sm_count
 from epmoe.ops.moe_index import MoEIndex
 
 ROWS, COLS, DEPTH = 128, 256, 64
+LANES = 16  # elements: what the compiler must know to divide the width, for a gather by 16 bytes
 STAGES = 4
 # Gluon's names differ between Triton 3.6 and 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -283,10 +284,15 @@ def specialised_gemm_kernel(
     )
 
 
+def takes_specialised(device: torch.device, hidden: int) -> bool:
+    """Besides `takes_descriptors`."""
+    return is_hopper(device) and hidden % LANES == 0
+
+
 def specialised_gemm(
     a: torch.Tensor, index: MoEIndex, weight_LND: torch.Tensor, act: str | None, group: int, num_sms: int = 0
 ) -> torch.Tensor:
-    """One grouped GEMM over blocks of 128 pairs, in pair order, rounded to the model dtype; see `takes_descriptors`.
+    """One grouped GEMM over blocks of 128 pairs, in pair order, rounded to the model dtype.
 
     Args:
         a: with ``act`` hidden rows ``[R, D]``; else activated features ``[M, F]`` in pair order.
@@ -296,6 +302,8 @@ def specialised_gemm(
     """
     assert (index.blocks.rows, index.blocks.tail) == (ROWS, 0), index.blocks
     slots, rows, width = weight_LND.shape
+    assert width % LANES == 0, width
+    a = a if a.data_ptr() % 16 == 0 else a.clone()
     element = gl.bfloat16 if a.dtype == torch.bfloat16 else gl.float16
     out = a.new_empty((index.row_M.numel(), rows // 2 if act else rows))
     a_layout, w_layout, out_layout = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
-from epmoe.ops.launch import is_hopper
 from epmoe.ops.moe_index import block_rows
+from epmoe.ops.specialised_gemm import takes_specialised
 
 PINNED_ROWS = 64
 
@@ -57,12 +57,14 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
         return Choice(PINNED_ROWS, config, config)
     vector = None
     if rows_RD.shape[0] == 1:
-        vector = (2, 1024, 2), (8, 512, 4) if features >= 8192 else (4, 1024, 4)
+        # Steps of 512 where the last of 1024 would be half empty.
+        short = features >= 8192 or (features > 1024 and features % 1024)
+        vector = (2, 1024, 2), (8, 512, 4) if short else (4, 1024, 4)
     if plain:
         if rows_RD.dtype != torch.float32 and pairs <= 24 * slots:
             return Choice(16, POINTERS, POINTERS, vector)
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
-    if gate_up.specialised and not is_hopper(rows_RD.device):
+    if gate_up.specialised and not takes_specialised(rows_RD.device, rows_RD.shape[1]):
         gate_up, down = BLOCKED_128, BLOCKED_128
     return Choice(rows, gate_up, down, vector)
