@@ -22,8 +22,8 @@ from epmoe.ops.fp8 import SCALE_SUFFIX, dequantize
 from epmoe.shards import FP8, STORED, Entry, read_bytes, read_rows, read_tensor
 from placement.errors import UserError
 
-READERS = 8
-PART_BYTES = 32 << 20
+READERS = 6
+PART_BYTES = 16 << 20
 
 Progress = Callable[[int, int], None]
 

@@ -141,6 +141,7 @@ class Marks:
         if self.graphs is None:
             return float("nan"), float("nan")
         del self.graphs.run
+        self.pairs[-1][1].synchronize()
         gaps = sorted(a[1].elapsed_time(b[0]) * 1e3 for a, b in zip(self.pairs, self.pairs[1:]))
         inside = sorted(a.elapsed_time(b) * 1e3 for a, b in self.pairs)
         return gaps[len(gaps) // 2], inside[len(inside) // 2]

@@ -81,12 +81,12 @@ def _watch(engine: Engine, result: Result, want_logits: bool) -> None:
     launch, forward = runner.launch, runner.forward
 
     def watched_forward(chunks, kind):
-        logits, tokens = forward(chunks, kind)
+        ran = forward(chunks, kind)
         if want_logits:
             drawing = [chunk for chunk in chunks if chunk.samples]
-            for row, chunk in zip(logits.float().clone(), drawing):
+            for row, chunk in zip(ran.logits_NV.float().clone(), drawing):
                 result.logits[chunk.request.id, chunk.position] = row
-        return logits, tokens
+        return ran
 
     def watched_launch(chunks, kind):
         result.tokens_by_step.append(sum(chunk.count for chunk in chunks))

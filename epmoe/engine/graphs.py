@@ -10,6 +10,7 @@ Rows beyond the step's sequences are padding: they choose no expert, write no ke
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,23 @@ def is_decode(chunk: Chunk) -> bool:
     return chunk.count == 1 and chunk.samples and not chunk.request.probe
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a step of N sampling sequences left on the device.
+
+    ``logits_NV``; where a graph ran (its tensors are overwritten by the next step) also the tokens it was fed and those
+    that it drew, penalties left out, int64 ``[N]``.
+    """
+
+    logits_NV: torch.Tensor
+    fed_N: torch.Tensor | None = None
+    drawn_N: torch.Tensor | None = None
+
+    def first(self, count: int) -> Ran:
+        """Without the padding."""
+        return Ran(self.logits_NV[:count], self.fed_N[:count], self.drawn_N[:count])
+
+
 @dataclass
 class Captured:
     """A graph's inputs and, once there is one, the graph and its outputs."""
@@ -60,7 +78,7 @@ class Captured:
     draws: Draws
     warm: bool = False
     graph: torch.cuda.CUDAGraph | None = None
-    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+    outputs: Ran | None = None
     marks: Marks | None = None  # of its stages, where a timeline is kept
 
 
@@ -83,9 +101,8 @@ class DecodeGraphs:
         self._captured: dict[int, Captured] = {}
         self._pool: tuple[int, int] | None = None
 
-    def run(self, chunks: Sequence[Chunk], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode step of ``chunks`` padded to ``size``: logits ``[size, V]`` and tokens drawn from them (without
-        penalties) int64 ``[size]``, both overwritten by the next step; the tokens are also in ``last_token``."""
+    def run(self, chunks: Sequence[Chunk], size: int) -> Ran:
+        """One decode step of ``chunks`` padded to ``size``; ``last_token`` takes what was drawn."""
         at = self._captured.get(size) or self._open(size)
         self._fill(at, chunks)
         if not at.warm:
@@ -128,13 +145,13 @@ class DecodeGraphs:
         at.attention.fill([chunk.start + 1 for chunk in chunks], [chunk.request.blocks for chunk in chunks])
         self.staging.upload(self._inputs(chunks, len(at.row_N)), at.buffer)
 
-    def _step(self, at: Captured) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, at: Captured) -> Ran:
         token_N = at.known_N.where(at.known_N >= 0, self.last_token[at.row_N])
         valid_N = at.attention.slot_T >= 0
         logits_NV = self.decoder.forward([Batch(token_N, at.attention, None, valid_N)], self.cache, self.observe)
         drawn_N = draw(logits_NV, at.draws)
         self.last_token.index_copy_(0, at.row_N, drawn_N)
-        return logits_NV, drawn_N
+        return Ran(logits_NV, token_N, drawn_N)
 
     def _capture(self, at: Captured) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -142,6 +159,10 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         timeline = self.decoder.timeline
         captured = nullcontext() if timeline is None else timeline.captured()
-        with captured as at.marks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            at.outputs = self._step(at)
+        gc.disable()  # freeing another graph meanwhile would spoil this one
+        try:
+            with captured as at.marks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                at.outputs = self._step(at)
+        finally:
+            gc.enable()
         at.graph = graph

@@ -10,7 +10,7 @@ import torch
 
 from epmoe.config import EngineConfig
 from epmoe.engine.drawing import Logprobs, draw_arrays, logprobs, sample_row
-from epmoe.engine.graphs import DecodeGraphs
+from epmoe.engine.graphs import DecodeGraphs, Ran
 from epmoe.engine.scheduler import Chunk, split_lanes
 from epmoe.engine.staging import HostCopy, Staging
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
@@ -60,30 +60,32 @@ class Runner:
     def launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
         """Start a step of the kind that all ranks agreed on."""
         drawing = [chunk for chunk in chunks if chunk.samples]
-        logits_NV, token_N = self.forward(chunks, kind)
+        ran = self.forward(chunks, kind)
         if not drawing:
             return Launched(HostCopy(torch.empty(0, dtype=torch.int64)))
-        if token_N is None or any(chunk.request.params.penalised for chunk in drawing):
-            token_N = self._draw(logits_NV, drawing)
-        return Launched(HostCopy(token_N), logprobs(logits_NV, token_N, drawing, self.staging))
+        penalised = any(chunk.request.params.penalised for chunk in drawing)
+        token_N = self._draw(ran, drawing, penalised) if ran.drawn_N is None or penalised else ran.drawn_N
+        return Launched(HostCopy(token_N), logprobs(ran.logits_NV, token_N, drawing, self.staging))
 
-    def forward(self, chunks: list[Chunk], kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of the sampling chunks, ``[N, V]``, and what a graph drew from them (without penalties)."""
+    def forward(self, chunks: list[Chunk], kind: Kind) -> Ran:
+        """Run the model; logits of the sampling chunks, in order."""
         if kind.padded:
-            return tuple(each[: len(chunks)] for each in self.graphs.run(chunks, kind.padded))
+            return self.graphs.run(chunks, kind.padded).first(len(chunks))
         parts = split_lanes(chunks) if kind.lanes == 2 else (chunks,)
-        return self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe), None
+        return Ran(self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe))
 
-    def _draw(self, logits_NV: torch.Tensor, drawing: list[Chunk]) -> torch.Tensor:
+    def _draw(self, ran: Ran, drawing: list[Chunk], penalised: bool) -> torch.Tensor:
         """Draw by each request's parameters; ``last_token`` takes the tokens."""
+        logits_NV = ran.logits_NV
         row_N = np.array([chunk.request.row for chunk in drawing])
-        if logits_NV.is_cuda and not any(chunk.request.params.penalised for chunk in drawing):
+        if logits_NV.is_cuda and not penalised:
             rows, *draws = self.staging.upload([row_N, *draw_arrays(drawing, len(drawing))])
             token_N = draw(logits_NV, Draws(*draws))
         else:
             unknown_N = np.array([chunk.position > chunk.request.known for chunk in drawing])
             rows, unknown = self.staging.upload([row_N, unknown_N])
-            pending_N = torch.where(unknown, self.last_token[rows], -1)
+            newest_N = self.last_token[rows] if ran.fed_N is None else ran.fed_N  # a graph has drawn over them
+            pending_N = torch.where(unknown, newest_N, -1)
             token_N = sample(logits_NV, [sample_row(chunk) for chunk in drawing], pending_N, self.staging.upload)
         self.last_token[rows] = token_N
         return token_N
