@@ -136,7 +136,7 @@ def random_weights(shape: Shape, dtype: torch.dtype) -> ExpertWeights:
         std = weight.shape[2] ** -0.5
         for matrix in weight:
             normal = torch.randn(matrix.shape, device="cuda")
-            matrix.copy_(normal * (100.0 if dtype == FP8 else std))
+            matrix.copy_((normal * 100).clamp(-448, 448) if dtype == FP8 else normal * std)  # larger: NaN
         blocks = scale_shape(weight.shape[1] // (2 if sides else 1), weight.shape[2])
         scales.append(torch.full((L, *sides, *blocks), std / 100, device="cuda"))
     return ExpertWeights(gate_up, down, *scales) if dtype == FP8 else ExpertWeights(gate_up, down)

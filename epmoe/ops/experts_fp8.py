@@ -197,14 +197,16 @@ def down_fp8_kernel(
 
 
 STREAM = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=4, per_sm=3, swap=True)
-STREAM_TWO = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=4, per_sm=2, swap=True)
-STREAM_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
+STREAM_FOUR = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=4, swap=True)
+STREAM_32 = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
+BLOCKED_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3)
 VECTOR = (2, 8, 4), (4, 8, 4)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
-    (12, 16, STREAM, STREAM),
-    (48, 32, STREAM_TWO, STREAM_THREE),
+    (24, 16, STREAM, STREAM_FOUR),
+    (40, 32, STREAM_32, STREAM_32),
+    (160, 64, BLOCKED_THREE, BLOCKED_THREE),
     (float("inf"), 64, BLOCKED, BLOCKED),
 )
 
@@ -213,8 +215,10 @@ def choose_fp8(rows_RD: torch.Tensor, pairs: int, weights: Fp8ExpertWeights, det
     """Tiles for ``pairs`` pairs over the slots of ``weights``; one and the same in deterministic mode."""
     if deterministic:
         return Choice(PINNED_ROWS, BLOCKED, BLOCKED)
-    slots = weights.down.shape[0]
+    slots, _, features = weights.down.shape
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    if down is BLOCKED and features <= 1024:  # few steps: more programs hide the ends of tiles
+        down = BLOCKED_THREE
     return Choice(rows, gate_up, down, VECTOR if rows_RD.shape[0] == 1 else None)
 
 

@@ -29,7 +29,7 @@ VECTORS = ((2, 1024, 4), (8, 512, 4), (4, 1024, 4), (8, 1024, 8), (2, 2048, 4), 
 CANDIDATES_FP8 = (
     (16, TileConfig(128, 128, 4, 4, 2, swap=True)),
     (16, TileConfig(128, 128, 4, 4, 3, swap=True)),
-    (16, TileConfig(128, 128, 4, 5, 2, swap=True, flatten=True)),
+    (16, TileConfig(128, 128, 4, 3, 4, swap=True)),
     (32, TileConfig(128, 128, 4, 4, 2, swap=True)),
     (32, TileConfig(128, 128, 4, 3, 3, swap=True)),
     (64, TileConfig(128, 128, 4, 3, 2)),
