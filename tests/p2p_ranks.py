@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -31,7 +32,8 @@ def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: f
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            args_of_rank = (theirs, rank, world, gpus, f"file://{Path(folder) / 'rendezvous'}", function, args)
+            init = f"file://{Path(folder) / 'rendezvous'}"
+            args_of_rank = (theirs, rank, world, gpus, init, timeout_s, function, args)
             processes.append(context.Process(target=_serve, args=args_of_rank, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -54,7 +56,8 @@ def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: f
     return results
 
 
-def _serve(pipe, rank: int, world: int, gpus: int, rendezvous: str, function: Callable, args) -> None:
+def _serve(pipe, rank: int, world: int, gpus: int, rendezvous: str, timeout_s: float, function: Callable, args):
+    faulthandler.dump_traceback_later(0.8 * timeout_s)  # where a rank that hangs stands
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     try:
         device = torch.device("cuda", rank % gpus)

@@ -104,8 +104,8 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
     """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
     model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
     random = np.random.default_rng(world)
-    sampling = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
-    prompts = [random.integers(0, 90, n).tolist() for n in (1, 2, 15, 17, 40, 90)]
+    sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    prompts = [random.integers(0, 90, n).tolist() for n in (1, 15, 17, 60)]
     script = Script([(n, prompt, sampling) for n, prompt in enumerate(prompts)], want_logits=True)
     config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True}
     alone = drive(Comm(0, 1, torch.device("cuda")), config, script)
@@ -114,7 +114,7 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
         shape, world, np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
     )
     over = {"ranks": world, "plan": plan.to_json(), "exchange": "p2p", "combine": "exact"}
-    results = run_ranks(world, drive_engine, {**config, **over}, script)
+    results = run_ranks(world, drive_engine, {**config, **over}, script, timeout_s=90)
     merged = merge(results)
     assert merged.tokens == alone.tokens
     assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())

@@ -6,9 +6,9 @@ receiver needs no count and no compaction.  ``combine_put`` returns the experts'
 (token, choice), in reduce mode one weighted sum per (token, rank), float32 in ascending choice order, rounded once.
 
 C programs a rank (grid ranks x C, rank = program id // C).  A put is bound by latency, not by instructions: rows move
-in tiles of U rows, 16 bytes a thread, all loads of a tile ahead of its stores.  (Read-ahead through shared memory,
-Triton's ``num_stages``, was half as fast: measured on H200.)  For the combine, `combine_plan` lists the pairs with
-their destinations ahead of time, so that no row's load waits for a chain of others.
+in tiles of U rows, 16 bytes a thread, all loads of a tile ahead of its stores.  (Reading a tile ahead, through shared
+memory by Triton's ``num_stages`` or in registers, was slower: measured on H200.)  For the combine, `combine_plan` lists
+the pairs with their destinations ahead of time, so that no row's load waits for a chain of others.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from epmoe.ops.launch import pdl_options, wait_for_inputs
 from epmoe.ops.p2p_layout import Layout
 from epmoe.ops.p2p_signal import finish_send
 
-MAX_BLOCK = 4096  # 4-byte words of a row that move at once: 16 bytes for each of 1024 threads
+MAX_BLOCK = 4096  # 4-byte words of a row that move at once
 
 
 @dataclass(frozen=True)
 class PutOptions:
-    """How a put runs: programs per rank, rows of a tile, warps and columns of a sum (0: from the row's width)."""
+    """How a put runs: programs per rank, wide rows of a tile, rows of a tile that are summed, warps (0: from the row's
+    width)."""
 
     programs: int = 16
-    rows: int = 4
+    rows: int = 8
+    summed: int = 6
     warps: int = 0
-    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,12 @@ def _dispatch_kernel(
     cta = tl.program_id(0) % C
     me = first_rank + v
     order_ptr += v * W
+    _store_metadata(
+        table_ptr, order_ptr, slot_ptr, weight_ptr, index_ptr, me, v, cta, T, bound, slots_per_rank, slot_at, token_at,
+        weight_at, sent_at, W, W2, C, K, REDUCE, 1024,
+    )  # fmt: skip
+    sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
+    _count_rows(slot_ptr, index_ptr, sent_ptr, v, (cta + 1) % C, T, slots_per_rank, W, W2, C, K, REDUCE, 1024)
     x_ptr += v.to(tl.int64) * T * WORDS
     own_slot_ptr = slot_ptr + v.to(tl.int64) * T * K
     for c0 in tl.static_range(0, WORDS, BLOCK):
@@ -174,13 +181,6 @@ def _dispatch_kernel(
                 peer = tl.multiple_of(peer, 16)
                 mask = (((hit >> w) & 1) != 0)[:, None] & move
                 tl.store(peer + at[:, None] + col[None, :], words, mask=mask)
-    # Behind the rows, so that what is read here is waited for while they travel.
-    _store_metadata(
-        table_ptr, order_ptr, slot_ptr, weight_ptr, index_ptr, me, v, cta, T, bound, slots_per_rank, slot_at, token_at,
-        weight_at, sent_at, W, W2, C, K, REDUCE, 1024,
-    )  # fmt: skip
-    sent_ptr = (tl.load(table_ptr + me) + sent_at).to(tl.pointer_type(tl.int64))
-    _count_rows(slot_ptr, index_ptr, sent_ptr, v, (cta + 1) % C, T, slots_per_rank, W, W2, C, K, REDUCE, 1024)
     finish_send(table_ptr, me, state_at, sent_at, signal_at, 0, T, bound, W, W2, C)
 
 
@@ -245,7 +245,7 @@ def _tile(words: int, options: PutOptions) -> tuple[int, int, int]:
     """Columns, warps and rows of a tile: narrow rows get more rows, so that as many bytes are under way."""
     block = min(triton.next_power_of_2(words), MAX_BLOCK)
     unroll = options.rows * (MAX_BLOCK // block) if block >= 512 else options.rows * 8
-    warps = options.warps or max(4, min(32, block * unroll // 512))
+    warps = options.warps or max(4, min(16, block * unroll // 2048))
     return block, warps, unroll
 
 
@@ -444,15 +444,13 @@ def _reduce_kernel(
     for c0 in tl.static_range(0, D, BLOCK):
         col = c0 + tl.arange(0, BLOCK)
         sum_D = tl.zeros([BLOCK], tl.float32)
-        ahead = _entries(source_ptr, address_ptr, weight_ptr, start, end, total, U)
         for e0 in range(start, end, U):
-            sources, weights, targets, lasts = ahead
+            sources, weights, targets, lasts = _entries(source_ptr, address_ptr, weight_ptr, e0, end, total, U)
             parts = ()
-            for u in tl.static_range(U):
+            for u in tl.static_range(U):  # all of a tile's loads come first
                 width = tl.where(e0 + u < end, D, 0)
                 row = sources[u].to(tl.int64) * D
                 parts += (tl.load(out_ptr + row + col, mask=col < width, other=0.0, eviction_policy="evict_first"),)
-            ahead = _entries(source_ptr, address_ptr, weight_ptr, e0 + U, end, total, U)
             for u in tl.static_range(U):
                 sum_D += parts[u].to(tl.float32) * weights[u]
                 width = tl.where(lasts[u], D, 0)
@@ -508,7 +506,7 @@ def combine_put(
     words = layout.row_bytes // 4
     block, warps, unroll = _tile(words, options)
     if layout.reduce:
-        columns = options.columns or min(triton.next_power_of_2(layout.hidden), 2 * MAX_BLOCK)
+        columns = min(triton.next_power_of_2(layout.hidden), 2 * MAX_BLOCK)
         _reduce_kernel[grid](
             ranks.table_W,
             out_MD,
@@ -520,8 +518,8 @@ def combine_put(
             **common,
             D=layout.hidden,
             BLOCK=columns,
-            U=options.rows,
-            num_warps=options.warps or max(4, min(32, columns // 256)),
+            U=options.summed,
+            num_warps=options.warps or max(4, min(16, columns // 512)),
             **pdl_options(out_MD),
         )
     else:

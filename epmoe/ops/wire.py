@@ -27,7 +27,8 @@ def to_wire_ref(x_TD: torch.Tensor) -> torch.Tensor:
     scale 1.  Padding bytes are undefined."""
     tokens, hidden = x_TD.shape
     run_TGR = x_TD.float().view(tokens, hidden // RUN, RUN)
-    scale_TG = run_TGR.abs().amax(-1) / LARGEST
+    largest_TG = run_TGR.abs().amax(-1)
+    scale_TG = largest_TG / largest_TG.new_tensor(LARGEST)  # a plain number would be multiplied by its inverse
     scale_TG = scale_TG.where(scale_TG > 0, 1.0)
     value_TD = (run_TGR / scale_TG[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(tokens, hidden)
     wire_TB = torch.zeros((tokens, wire_bytes(hidden)), dtype=torch.uint8, device=x_TD.device)
