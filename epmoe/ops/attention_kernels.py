@@ -121,37 +121,42 @@ def _merge_kernel(
     D: tl.constexpr,
     D2: tl.constexpr,
     FIELDS: tl.constexpr,
+    RUN: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile, key head, row): the row's parts, each weighted by its share of the softmax."""
+    """Program (tile, key head, RUN rows): each row's parts, weighted by their share of the softmax."""
     item = tl.load(first_ptr + tl.program_id(0))
-    head, row = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
     about = item_ptr + tl.maximum(item, 0) * FIELDS
     token, first_row, rows, parts = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3), tl.load(about + 8)
     wait_for_inputs(PDL)
-    if (item >= 0) & (parts > 1) & (row < rows):
+    if (item >= 0) & (parts > 1) & (tl.program_id(2) * RUN < rows):
+        row = tl.program_id(2) * RUN + tl.arange(0, RUN)
         d = tl.arange(0, D2)
         n = tl.arange(0, AT_ONCE)
-        spot = ((item + n).to(tl.int64) * KVH + head) * part_rows + row
-        step = AT_ONCE * KVH * part_rows
-        peak = float("-inf")
-        total = 0.0
-        acc = tl.zeros([D2], tl.float32)
+        spot = ((item + n).to(tl.int64) * KVH + head)[None, :] * part_rows + row[:, None]
+        live = (row < rows)[:, None]
+        peak = tl.full([RUN], float("-inf"), tl.float32)
+        total = tl.zeros([RUN], tl.float32)
+        acc = tl.zeros([RUN, D2], tl.float32)
         for begin in range(0, parts, AT_ONCE):
-            at = spot + begin // AT_ONCE * step
-            lse = tl.load(lse_ptr + at, mask=n < parts - begin, other=float("-inf"))
-            inside = (n < parts - begin)[:, None] & (d < D)[None, :]
-            part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-            new_peak = tl.maximum(peak, tl.max(lse, 0))  # part 0 holds key 0, which every row sees
-            weight = tl.exp2(lse - new_peak)
-            keep = tl.exp2(peak - new_peak)
-            total = total * keep + tl.sum(weight, 0)
-            acc = acc * keep + tl.sum(weight[:, None] * part, 0)
+            at = spot + begin * KVH * part_rows
+            inside = live & (n < parts - begin)[None, :]
+            lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
+            whole = inside[:, :, None] & (d < D)[None, None, :]
+            part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=whole, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(lse, 1))  # part 0 holds key 0, which every row sees
+            safe = tl.where(row < rows, new_peak, 0.0)
+            weight = tl.exp2(lse - safe[:, None])
+            keep = tl.exp2(peak - safe)
+            total = total * keep + tl.sum(weight, 1)
+            acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * part, 1)
             peak = new_peak
         row += first_row
         out_row = ((token + row // G).to(tl.int64) * KVH + head) * G + row % G
-        tl.store(out_ptr + out_row * D + d, acc / total, mask=d < D)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + out_row[:, None] * D + d[None, :], result, mask=live & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["sequence_stride", "block_stride", "part_rows"])
@@ -273,7 +278,9 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
 def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, work: Work) -> None:
     """Add the parts of the tiles that have several."""
     _, kv_heads, rows, D = part.shape
-    _merge_kernel[work.first_Y.shape[0], kv_heads, rows](
+    width = triton.next_power_of_2(D)
+    run = 8 if width <= 128 else 1
+    _merge_kernel[work.first_Y.shape[0], kv_heads, triton.cdiv(rows, run)](
         part,
         lse,
         out_THd,
@@ -283,10 +290,11 @@ def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, wo
         KVH=kv_heads,
         G=out_THd.shape[1] // kv_heads,
         D=D,
-        D2=triton.next_power_of_2(D),
+        D2=width,
         FIELDS=FIELDS,
-        AT_ONCE=32 if D <= 128 else 16,
-        num_warps=4,
+        RUN=run,
+        AT_ONCE=min(32, 16384 // (run * width)),
+        num_warps=8,
         **pdl_options(out_THd),
     )
 

@@ -26,7 +26,7 @@ SEQUENCE, TOKEN, ROW, ROWS, CONTEXT, START, STOP, PART, PARTS = range(FIELDS)
 cached tokens before the sequence's first query; its keys START..STOP; which part of how many of its tile it is."""
 
 SHORTEST_RUN = 64
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 2
 PARTS_AT_ONCE = 1024  # bounds the memory for parts
 
 
@@ -70,7 +70,7 @@ class Heads:
         """Tiles of prompt chunks."""
         if self.fixed:
             return self.decode
-        return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8)
+        return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8, stages=2, registers=128)
 
 
 FIXED = Tiling(64, 64, 512, exact=True)
