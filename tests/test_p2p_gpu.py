@@ -114,7 +114,7 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
         shape, world, np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
     )
     over = {"ranks": world, "plan": plan.to_json(), "exchange": "p2p", "combine": "exact"}
-    results = run_ranks(world, drive_engine, {**config, **over}, script, timeout_s=90)
+    results = run_ranks(world, drive_engine, {**config, **over}, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
     assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())
