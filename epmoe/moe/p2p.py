@@ -31,7 +31,7 @@ from epmoe.ops.p2p_put import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
 from epmoe.ops.wire import wire_bytes
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0  # a peer may be compiling; one whose process ends is noticed at once
 # Tokens. By itself put is faster at every size measured, but its shapes must do for all tokens at one rank.
 COPY_FROM = 4096
 MOST_RANKS = 63  # a bit each
