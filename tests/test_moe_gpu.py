@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from epmoe.ops.combine import weighted_sum
-from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum
+from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum, expert_sum_of_one
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.router import route, route_to_slots
 from epmoe.ops.tiles import BLOCKED_128, BY_MEAN, SPECIALISED, Choice
@@ -85,6 +85,9 @@ def test_sum_of_one_row_is_fused():
     got = expert_sum(x_1D.cuda(), index, weights, mix_1K.cuda())
     want = (moe_cases.loop_experts(x_1D, slot_1K, plain) * mix_1K[..., None]).sum(1)
     assert moe_cases.relative(got, want) < 1e-2
+    assert torch.equal(expert_sum_of_one(x_1D.cuda(), slot_1K.cuda(), weights, mix_1K.cuda()), got)
+    nobody = torch.full_like(slot_1K, -1).cuda()
+    assert not expert_sum_of_one(x_1D.cuda(), nobody, weights, mix_1K.cuda()).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

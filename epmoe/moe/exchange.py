@@ -90,8 +90,8 @@ class Received:
 
     ``R_cap`` and ``M_cap`` are host ints that bound the rows and the pairs; everything else is on the device:
     ``count_W`` rows from each rank (int32), ``index`` (``offset_L1``, ``row_M``, ``pos_RK``), and ``weight_RK`` in
-    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.  ``summed``: the
-    experts are to return each row's weighted sum, ``[R, D]``, in place of its pairs' outputs.
+    reduce mode only.  ``M_likely`` (host) is how many pairs to expect: tiles are chosen from it.  ``slot_RK``: in
+    place of an index; the experts are then to return each row's weighted sum, ``[R, D]``, not its pairs' outputs.
     """
 
     rows_RD: torch.Tensor
@@ -99,9 +99,9 @@ class Received:
     M_cap: int
     M_likely: int
     count_W: torch.Tensor
-    index: MoEIndex
+    index: MoEIndex | None
     weight_RK: torch.Tensor | None
-    summed: bool = False
+    slot_RK: torch.Tensor | None = None
 
 
 @dataclass

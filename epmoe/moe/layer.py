@@ -13,9 +13,10 @@ from epmoe.moe.exchange import Exchange, Received
 from epmoe.moe.overlap import ARRIVE, COMBINE, DISPATCH, EXPERTS, ROUTER, SEND, SHARED, SUM, Step
 from epmoe.ops.activation import sigmoid, silu
 from epmoe.ops.combine import weighted_sum
-from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_sum
+from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_sum_of_one
 from epmoe.ops.experts_fp8 import expert_mlp_fp8
 from epmoe.ops.linear import linear
+from epmoe.ops.moe_index import build_index
 from epmoe.ops.router import RouterRule, route_to_slots
 from epmoe.ops.tuned import Tuned
 
@@ -65,12 +66,16 @@ class MoELayer:
     def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
         """Unweighted outputs ``[M, D]`` of this rank's experts, in pair order, or their sums ``[R, D]`` if those are
         asked for; ``num_sms``: see ``ExpertOptions``."""
-        options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled, tuned=self.tuned)
-        rows_RD, index, weights = received.rows_RD, received.index, self.weights.experts
-        if received.summed and weights.down_scale is None:
-            return expert_sum(rows_RD, index, weights, received.weight_RK, options)
-        out_MD = (expert_mlp if weights.down_scale is None else expert_mlp_fp8)(rows_RD, index, weights, options)
-        return weighted_sum(out_MD, index.pos_RK, received.weight_RK) if received.summed else out_MD
+        likely = received.M_likely
+        options = ExpertOptions(num_sms=num_sms, deterministic=self.tiled, tuned=self.tuned, likely=likely)
+        rows_RD, slot_RK, weights = received.rows_RD, received.slot_RK, self.weights.experts
+        run = expert_mlp if weights.down_scale is None else expert_mlp_fp8
+        if slot_RK is None:
+            return run(rows_RD, received.index, weights, options)
+        if run is expert_mlp:
+            return expert_sum_of_one(rows_RD, slot_RK, weights, received.weight_RK, options)
+        index = build_index(slot_RK, weights.down.shape[0])
+        return weighted_sum(run(rows_RD, index, weights, options), index.pos_RK, received.weight_RK)
 
     def shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:
         """Output of the shared experts, which every rank computes for its own tokens; ``None`` without any."""

@@ -54,14 +54,15 @@ class LocalExchange(RaisesItself):
         return sending
 
     def dispatch_end(self, sending: Local, num_slots: int) -> tuple[Received, Local]:
-        rows_TD, index = sending.rows_TD, build_index(sending.slot_TK, num_slots)
-        T, K = sending.slot_TK.shape
+        rows_TD, slot_TK = sending.rows_TD, sending.slot_TK
+        T, K = slot_TK.shape
         if T not in self._count_W:
             self._count_W[T] = torch.full((1,), T, dtype=torch.int32, device=rows_TD.device)
-        summed = self.shape.combine == "reduce" and T == 1 and rows_TD.is_cuda
-        weight_RK = sending.weight_TK if summed else None
-        received = Received(rows_TD, T, T * K, T * K, self._count_W[T], index, weight_RK, summed)
-        return received, replace(sending, pos_TK=index.pos_RK, summed=summed)
+        bounds = (rows_TD, T, T * K, T * K, self._count_W[T])
+        if self.shape.combine == "reduce" and T == 1 and rows_TD.is_cuda:
+            return Received(*bounds, None, sending.weight_TK, slot_TK), replace(sending, summed=True)
+        index = build_index(slot_TK, num_slots)
+        return Received(*bounds, index, None), replace(sending, pos_TK=index.pos_RK)
 
     def combine_begin(self, out_MD: torch.Tensor, route: Local) -> Local:
         return replace(route, out_MD=out_MD)

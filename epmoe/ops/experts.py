@@ -15,7 +15,7 @@ from torch.nn import functional
 from epmoe.ops.activation import silu
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.down_gemm import down_triton
-from epmoe.ops.experts_sparse import vector_down, vector_gate_up
+from epmoe.ops.experts_sparse import choices_of_one, vector_down, vector_gate_up
 from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.linear import TILE_ROWS
 from epmoe.ops.moe_index import MoEIndex, with_block_rows
@@ -39,13 +39,15 @@ class ExpertOptions:
 
     ``num_sms``: how many SMs persistent kernels may take, 0 = all.  ``deterministic``: a row's bits are independent of
     the other rows (tiles of exactly 16 rows on CPU, one pinned tile on GPU).
-    ``tuned``: measured tiles, taken where one is near, except in deterministic mode.
+    ``tuned``: measured tiles, taken where one is near, except in deterministic mode.  ``likely``: how many pairs to
+    expect where the index could hold many more (tiles are chosen for as many); 0: as many as it can hold.
     """
 
     act: str = "silu"
     num_sms: int = 0
     deterministic: bool = False
     tuned: Tuned | None = None
+    likely: int = 0
 
     def measured(self, rows_RD: torch.Tensor, pairs: int, weights: ExpertWeights) -> Choice | None:
         """Tuned tiles for ``pairs`` pairs (an upper bound will do), if there are any near."""
@@ -168,8 +170,9 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or options.measured(rows_RD, pairs, weights)
-    choice = choice or choose(rows_RD, pairs, weights, options.deterministic)
+    expected = min(options.likely or pairs, pairs)
+    choice = choice or options.measured(rows_RD, expected, weights)
+    choice = choice or choose(rows_RD, expected, weights, options.deterministic)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -207,3 +210,19 @@ def expert_sum(
     if rows_RD.is_cuda:
         return weighted_sum(expert_mlp_triton(rows_RD, index, weights, options, choice), index.pos_RK, weight_RK)
     return weighted_sum(expert_mlp(rows_RD, index, weights, options), index.pos_RK, weight_RK)
+
+
+def expert_sum_of_one(
+    x_1D: torch.Tensor,
+    slot_1K: torch.Tensor,
+    weights: ExpertWeights,
+    weight_1K: torch.Tensor,
+    options: ExpertOptions = ExpertOptions(),
+) -> torch.Tensor:
+    """`expert_sum` of a single row on CUDA, from the slots of its choices (int32, -1 is none): no index is built."""
+    pairs = slot_1K.shape[1]
+    choice = options.measured(x_1D, pairs, weights) or choose(x_1D, pairs, weights)
+    tiles = choice.vector or choose(x_1D, pairs, weights).vector
+    index = choices_of_one(slot_1K)
+    act_KF = vector_gate_up(x_1D, index, weights, options.act, tiles[0])
+    return vector_down(act_KF, index, weights, weight_1K, tiles[1])

@@ -1,11 +1,14 @@
 """Experts of a single row: matrix times vector, each active slot's weights read once by all SMs together.
 
-With one row every active slot has exactly one pair, so block b of the index is pair b whatever the block size.  The
+With one row every active slot has exactly one pair, so block b of the index is pair b whatever the block size; where
+the outputs are summed the pairs may stay in the order of the choices: nothing needs sorting (`choices_of_one`).  The
 weights stream through registers (no tensor core has work to do here); programs are many and small, several per SM,
 so that enough loads are in flight to fill the memory bus.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -14,7 +17,7 @@ import triton.language as tl
 from epmoe.ops.gate_up_gemm import activate
 from epmoe.ops.grouped_gemm import GATE_BLOCK
 from epmoe.ops.launch import gdc_launch_dependents, gdc_wait, pdl_options, wait_for_inputs
-from epmoe.ops.moe_index import MoEIndex
+from epmoe.ops.moe_index import BlockSchedule, MoEIndex
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -40,7 +43,7 @@ def vector_gate_up_kernel(
     wait_for_inputs(PDL)
     pair = tl.program_id(1)
     slot = tl.load(block_slot_ptr + pair)
-    if slot < L:
+    if (slot >= 0) & (slot < L):
         gate_row = slot.to(tl.int64) * 2 * F + block * 2 * GATE_BLOCK + feature % GATE_BLOCK
         gate_ptrs = weight_ptr + gate_row[:, None] * D + k[None, :]
         up_ptrs = gate_ptrs + (run * D)[:, None]
@@ -64,6 +67,7 @@ def _step_weights(weight_ptr, block_slot_ptr, pos_ptr, step, steps, column, at, 
     if REDUCE:
         pair = tl.load(pos_ptr + step // steps)
     slot = tl.load(block_slot_ptr + tl.maximum(pair, 0)).to(tl.int64)
+    pair = tl.where(slot >= 0, pair, -1)
     f = (step % steps) * at.shape[0] + at
     width = tl.where(pair >= 0, F, 0)
     ptrs = weight_ptr + (slot * D + column)[:, None] * F + f[None, :]
@@ -120,6 +124,17 @@ def vector_down_kernel(
         tl.store(out_ptr + column, value, mask=column < D)
     else:
         tl.store(out_ptr + own.to(tl.int64) * D + column, value, mask=column < tl.where(own >= 0, D, 0))
+
+
+def choices_of_one(slot_1K: torch.Tensor) -> MoEIndex:
+    """One row's choices as they are, int32 local slots or -1, for `vector_gate_up` and the sum of `vector_down`."""
+    pos_1K = _ascending(slot_1K.shape[1], slot_1K.device)
+    return MoEIndex(slot_1K[0], pos_1K[0], pos_1K, BlockSchedule(1, slot_1K[0], slot_1K[0]))
+
+
+@lru_cache
+def _ascending(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)[None]
 
 
 def vector_gate_up(x_1D: torch.Tensor, index: MoEIndex, weights, act: str, tile: tuple) -> torch.Tensor:

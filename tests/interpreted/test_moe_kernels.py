@@ -9,7 +9,7 @@ from epmoe.ops import moe_index
 from epmoe.ops.combine import weighted_sum_ref, weighted_sum_triton
 from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts import expert_mlp_triton
-from epmoe.ops.experts_sparse import vector_down, vector_gate_up
+from epmoe.ops.experts_sparse import choices_of_one, vector_down, vector_gate_up
 from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import build_index_triton
@@ -104,6 +104,10 @@ def test_one_row(dtype):
             act_KF[int(index.offset_L1[-1]) :] = float("nan")
             rows = vector_down(act_KF, index, weights, None, (16, 64, 4))
             summed = vector_down(act_KF, index, weights, mix_1K, (16, 64, 4))
+            unsorted = choices_of_one(slot_1K)
+            act_unsorted = vector_gate_up(x_1D, unsorted, weights, "silu", (16, 64, 4))
+            act_unsorted[slot_1K[0] < 0] = float("nan")  # never written
+            assert torch.equal(vector_down(act_unsorted, unsorted, weights, mix_1K, (16, 64, 4)), summed)
             want = moe_cases.loop_experts(x_1D, slot_1K, plain)
             got = weighted_sum_ref(rows, index.pos_RK, mix_1K)
             want = (want * mix_1K[..., None]).sum(1)
