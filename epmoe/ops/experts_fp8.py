@@ -285,8 +285,9 @@ def expert_mlp_fp8_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    choice = choice or options.measured(rows_RD, pairs, weights)
-    choice = choice or choose_fp8(rows_RD, pairs, weights, options.deterministic)
+    expected = min(options.likely or pairs, pairs)
+    choice = choice or options.measured(rows_RD, expected, weights)
+    choice = choice or choose_fp8(rows_RD, expected, weights, options.deterministic)
     if choice.vector:
         act_KF = vector_gate_up_fp8(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down_fp8(act_KF, index, weights, choice.vector[1], rows_RD.dtype)
