@@ -89,44 +89,19 @@ def _later():
 
 
 @triton.jit
-def _weighted(rows_ptr, index_ptr, weight_ptr, row, col, place, J: tl.constexpr):
-    """Choice j of each row times its weight; nothing is read beyond a row's count."""
-    j, count, D = place
-    live = j < count
-    source = tl.load(index_ptr + row * J + j, mask=live, other=0).to(tl.int64)
-    weight = tl.load(weight_ptr + row * J + j, mask=live, other=0.0)
-    mask = live[:, None] & (col < D)[None, :]
-    part = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
-    return part.to(tl.float32) * weight[:, None]
-
-
-@triton.jit
-def _move_kernel(
-    rows_ptr, index_ptr, count_ptr, weight_ptr, out_ptr, R, D, due_ns,
-    J: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """``out[r] = sum_j weight[r, j] * rows[index[r, j]]`` over the first count[r] j, no sooner than ``due_ns`` after
-    the start; progress is paced step by step."""
+def _move_kernel(rows_ptr, index_ptr, out_ptr, R, D, due_ns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """``out[r] = rows[index[r]]``, no sooner than ``due_ns`` after the start; progress is paced step by step."""
     start = globaltimer()
     ctas = tl.num_programs(0)
     steps = tl.cdiv(tl.cdiv(R, ROWS), ctas)
     for step in range(steps):
         row = (step * ctas + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-        count = tl.load(count_ptr + row, mask=row < R, other=0)
+        source = tl.load(index_ptr + row, mask=row < R, other=0).to(tl.int64)
         for first in range(0, D, COLS):
             col = first + tl.arange(0, COLS)
-            if J == 1:
-                source = tl.load(index_ptr + row, mask=row < R, other=0).to(tl.int64)
-                mask = (row < R)[:, None] & (col < D)[None, :]
-                total = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask, other=0.0)
-            else:
-                total = tl.zeros([ROWS, COLS], tl.float32)
-                for j in range(0, tl.max(count, 0), 2):
-                    total += _weighted(rows_ptr, index_ptr, weight_ptr, row, col, (j, count, D), J)
-                    total += _weighted(rows_ptr, index_ptr, weight_ptr, row, col, (j + 1, count, D), J)
-            spot = out_ptr + row.to(tl.int64)[:, None] * D + col[None, :]
             mask = (row < R)[:, None] & (col < D)[None, :]
-            tl.store(spot, total.to(out_ptr.dtype.element_ty), mask=mask)
+            part = tl.load(rows_ptr + source[:, None] * D + col[None, :], mask=mask)
+            tl.store(out_ptr + row.to(tl.int64)[:, None] * D + col[None, :], part, mask=mask)
         due = start + due_ns * (step + 1) // steps
         now = globaltimer()
         while now < due:
@@ -146,12 +121,12 @@ class Traffic:
     """What one lane sends and receives in a layer, fixed before capture from the router's own choices.
 
     Every rank is taken to route as this one does: the rows that this rank sends to the ranks 0 .. W-1 stand for those
-    that it receives from them.  Rows are in the order of how many choices they serve.
+    that it receives from them.
     """
 
     token_R: torch.Tensor  # int32: token of each row
-    local_RK: torch.Tensor  # int32 local slots, those of this row's rank first, then -1
-    count_R: torch.Tensor  # int32: how many those are
+    local_RK: torch.Tensor  # int32 local slots, -1: on another rank
+    row_R: torch.Tensor  # int32: 0 .. R - 1
     weight_RK: torch.Tensor
     index_TW: torch.Tensor  # int32: row of (token, rank), or -1
     remote: int  # rows that leave the rank
@@ -163,21 +138,17 @@ class Traffic:
         hit_TW = torch.zeros(T, ranks, dtype=torch.bool, device=DEVICE).scatter_(1, rank_TK, True)
         token_R, dest_R = hit_TW.nonzero(as_tuple=True)
         here_RK = rank_TK[token_R] == dest_R[:, None]
-        order_R = here_RK.sum(1).argsort(stable=True)
-        token_R, dest_R, here_RK = token_R[order_R], dest_R[order_R], here_RK[order_R]
-        first_RK = here_RK.int().argsort(dim=1, descending=True, stable=True)
-        local_RK = torch.where(here_RK, expert_TK[token_R] % slots, -1).gather(1, first_RK)
+        local_RK = torch.where(here_RK, expert_TK[token_R] % slots, -1)
         index_TW = torch.full((T, ranks), -1, dtype=torch.int32, device=DEVICE)
         index_TW[token_R, dest_R] = torch.arange(len(token_R), dtype=torch.int32, device=DEVICE)
-        weight_RK = weight_TK[token_R].gather(1, first_RK)
+        row_R = torch.arange(len(token_R), dtype=torch.int32, device=DEVICE)
         remote = int((dest_R != 0).sum())
-        count_R = here_RK.sum(1).int()
-        return Traffic(token_R.int(), local_RK.int(), count_R, weight_RK, index_TW, remote)
+        return Traffic(token_R.int(), local_RK.int(), row_R, weight_TK[token_R], index_TW, remote)
 
 
 class EmulatedExchange:
-    """The contract of ``epmoe.moe.exchange`` in reduce mode; ``C`` CTAs move the real bytes within this GPU's memory,
-    paced to the link.  ``traffic`` by (number of tokens, lane)."""
+    """The contract of ``epmoe.moe.exchange`` in reduce mode, the experts forming each row's weighted sum: C CTAs move
+    the real bytes within this GPU's memory, paced to the link.  ``traffic``: by lane."""
 
     name = "emulated"
     capturable = True
@@ -188,32 +159,20 @@ class EmulatedExchange:
         self.link, self.ctas, self.hidden = link, link.ctas, hidden
         self.traffic: dict[int, Traffic] = {}  # by lane
 
-    def _move(self, rows_ND, index_RJ, weight_RJ, traffic: Traffic) -> torch.Tensor:
-        R = len(traffic.token_R)
+    def _move(self, rows_ND: torch.Tensor, index_R: torch.Tensor, traffic: Traffic) -> torch.Tensor:
         if DEVICE == "cpu":
-            return weighted_sum(rows_ND, index_RJ, weight_RJ)
+            return rows_ND[index_R.long()]
+        R = len(index_R)
         out_RD = torch.empty(R, self.hidden, dtype=DTYPE, device=DEVICE)
         if R:
             due_ns = round(traffic.remote * self.hidden * DTYPE.itemsize / self.link.gbps)
-            _move_kernel[(self.link.ctas,)](
-                rows_ND,
-                index_RJ,
-                traffic.count_R,
-                weight_RJ,
-                out_RD,
-                R,
-                self.hidden,
-                due_ns,
-                J=index_RJ.shape[1],
-                ROWS=16,
-                COLS=1024 if index_RJ.shape[1] == 1 else 2048,
-                num_warps=16,
-            )
+            grid = (self.link.ctas,)
+            _move_kernel[grid](rows_ND, index_R, out_RD, R, self.hidden, due_ns, ROWS=16, COLS=1024, num_warps=16)
         return out_RD
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
         traffic = self.traffic[lane]
-        return traffic, self._move(x_TD, traffic.token_R[:, None], None, traffic), lane
+        return traffic, self._move(x_TD, traffic.token_R, traffic), lane
 
     def dispatch_send(self, sending):
         return sending
@@ -223,16 +182,24 @@ class EmulatedExchange:
         R, K = traffic.local_RK.shape
         index = build_index(traffic.local_RK, num_slots)
         pairs = int(traffic.index_TW.shape[0] * K)
-        received = Received(rows_RD, R, R * K, pairs, traffic.count_R[:0], index, traffic.weight_RK)
+        received = Received(rows_RD, R, R * K, pairs, traffic.row_R[:0], index, traffic.weight_RK)
         return received, (traffic, received, lane)
 
-    def combine_begin(self, out_MD, route):
+    def combine_begin(self, out_RD, route):
         traffic, received, lane = route
-        return traffic, self._move(out_MD, received.index.pos_RK, traffic.weight_RK, traffic)
+        return traffic, self._move(out_RD, traffic.row_R, traffic)
 
     def combine_end(self, returning, add_TD=None):
         traffic, rows_RD = returning
         return weighted_sum(rows_RD, traffic.index_TW, None, add_TD)
+
+
+@dataclass(frozen=True)
+class SummingLayer(MoELayer):
+    """A layer whose experts form each received row's weighted sum, so that what returns are plain rows."""
+
+    def experts(self, received: Received, num_sms: int = 0) -> torch.Tensor:
+        return weighted_sum(super().experts(received, num_sms), received.index.pos_RK, received.weight_RK)
 
 
 @dataclass(frozen=True)
@@ -309,8 +276,9 @@ class Rank:
 
     def connect(self, exchange: EmulatedExchange) -> None:
         self.exchange = exchange
+        layer = SummingLayer if isinstance(exchange, EmulatedExchange) else MoELayer
         self.moe = [
-            MoELayer(n, w.mlp, self.shape.rule, self.shape.top_k, self.serve_E, exchange, False)
+            layer(n, w.mlp, self.shape.rule, self.shape.top_k, self.serve_E, exchange, False)
             for n, w in enumerate(self.weights)
         ]
 
