@@ -3,7 +3,7 @@
 experts_fp8.py holds the other form and the twin; specialised_gemm.py explains the barriers.  One program per SM: a warp
 fetches 128 pairs and 256 weight rows by TMA, two warpgroups multiply 64 pairs each.  A step of 128 along the reduction
 is summed by the tensor cores for 128 weight rows at a time, scaled, and added: while one warpgroup adds, products of
-the other one run.  Of ``gate_up`` the first 128 rows in shared memory are gate, the others up, of the same 128 features.
+the other one run.  Of ``gate_up`` the first 128 rows in shared memory are gate, the others up, of the same features.
 """
 
 from __future__ import annotations
