@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import date
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from exchange_bench_lib import Case, Times, check_against, link_limit, measure, open_for
+from exchange_bench_lib import Case, Times, check_against, link_limit, measure, open_for, slowest
 from rank_group import label, on_ranks
 
 from epmoe.comm import Comm
@@ -77,16 +78,21 @@ def as_record(results: list[Times], link: float) -> dict:
 
 
 def run_cases(
-    comm: Comm, cases: list[Case], rounds: int, save: Callable[[dict], None] = lambda record: None
+    comm: Comm,
+    cases: list[Case],
+    rounds: int,
+    save: Callable[[dict], None] = lambda record: None,
+    seconds: float = 1e9,
 ) -> tuple[list[Times], float]:
-    """Every case on all ranks; an exchange that cannot be opened, or fails, is said and left out."""
+    """Every case on all ranks while there is time; an exchange that does not open, or fails, is said and left out."""
+    ends = time.monotonic() + seconds
     on_cpu = comm.device.type == "cpu"
     link = link_limit(comm, 8 if on_cpu else 256)
     say(comm, f"{label(comm.device.type, comm.world)}; plain all_to_all_single of large blocks: {link:.2f} GB/s sent")
     results, opened, failed = [], {}, set()
     for case in cases:
         same = [c.tokens for c in cases if opens(c) == opens(case)]
-        if opens(case) in failed:
+        if opens(case) in failed or slowest(comm, np.array([time.monotonic() - ends]))[0] > 0:
             continue
         try:
             if opens(case) not in opened:

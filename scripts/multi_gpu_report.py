@@ -49,8 +49,11 @@ from placement.plan import Plan  # noqa: E402
 from placement.topology import Topology, uniform  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
 
-METHODS = ("linear", "eplb", "moetuner", "joint")
-SHARES = {"1": 0.15, "2": 0.3, "3": 0.25, "4": 0.6}  # of the time that is left when a part begins
+METHODS = ("linear", "joint", "moetuner", "eplb")
+SHARES = {"links": 0.1, "promises": 0.25, "exchanges": 0.25, "model": 0.4}  # of the time
+
+
+PARTS = {"1": "links", "2": "promises", "3": "exchanges", "4": "model"}
 
 
 def main() -> int:
@@ -59,22 +62,38 @@ def main() -> int:
     report: dict = {"date": str(date.today()), "where": label(args.device, args.ranks), "torch": torch.__version__}
     report |= {"ranks": args.ranks, "command": " ".join(sys.argv), "parts": {}}
     print(report["where"], flush=True)
-    for number, (name, part) in {"1": ("links", part_links), "2": ("promises", part_promises),
-                                 "3": ("exchanges", part_exchanges), "4": ("model", part_model)}.items():  # fmt: skip
-        if number not in args.parts:
-            continue
-        began, left = time.monotonic(), ends - time.monotonic()
-        print(f"-- {number}. {name}, {left:.0f} s left", flush=True)
+    asked = {number: ready(args, number) for number in args.parts}
+    groups = [args.parts] if args.together else [[number] for number in args.parts]
+    for group in groups:
+        left = ends - time.monotonic()
+        seconds = left if group is groups[-1] else max(20.0, args.seconds * SHARES[PARTS[group[0]]])
+        jobs = [(PARTS[number], *asked[number]) for number in group if asked[number]]
         try:
-            found = part(args, left if args.parts[-1] == number else max(20.0, left * SHARES[number]))
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+            report["parts"] |= ask_ranks(args, seconds, jobs)
+        except Exception as error:
             print(traceback.format_exc(limit=-4), flush=True)
-            found = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
-        report["parts"][name] = {"seconds": round(time.monotonic() - began, 1), "found": found}
+            failed = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
+            report["parts"] |= {PARTS[number]: {"seconds": seconds, "found": failed} for number in group}
         write(args, report)
     return 0
+
+
+def ready(args: argparse.Namespace, number: str) -> tuple[Callable, tuple] | None:
+    """What the ranks are to call for a part, made ready here; None if that fails."""
+    kinds = (
+        args.exchange or {"cpu": ["alltoall", "oneshot", "padded"], "cuda": ["p2p", "padded", "alltoall"]}[args.device]
+    )
+    try:
+        if number == "1":
+            return links, (args.topology,)
+        if number == "2":
+            return promises, ([*kinds, "auto"],)
+        if number == "3":
+            return exchanges, (kinds, args.rehearse or args.device == "cpu", args.tokens)
+        return measure_model, (model_work(args),)
+    except Exception:
+        print(traceback.format_exc(limit=-4), flush=True)
+        return None
 
 
 def arguments() -> argparse.Namespace:
@@ -84,6 +103,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if device == "cuda" else 2)
     parser.add_argument("--parts", nargs="+", choices=("1", "2", "3", "4"), default=["1", "2", "3", "4"])
     parser.add_argument("--seconds", type=float, default=440, help="for all parts (default 440)")
+    parser.add_argument("--together", action="store_true", help="all parts in the same processes: saves their start")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 588, 1024, 4096], help="of part 3")
     parser.add_argument("--rehearse", action="store_true", help="small layers and few sizes")
     parser.add_argument("--exchange", nargs="+", help="of parts 2 and 3 (default: all that run there)")
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
@@ -102,12 +123,13 @@ def write(args: argparse.Namespace, report: dict) -> None:
         Path(args.markdown).write_text(markdown(report), encoding="utf-8")
 
 
-def ask_ranks(args: argparse.Namespace, seconds: float, function: Callable, *values) -> object:
-    """What ``function(comm, save, *values)`` returned on rank 0, or if it failed or had no time, what it saved last."""
+def ask_ranks(args: argparse.Namespace, seconds: float, jobs: list) -> dict:
+    """Runs parts ``(name, function, values)`` on the ranks; what they found, or had saved when time was up."""
+    ends = time.monotonic() + seconds - 2
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         try:
-            on_ranks(args.ranks, args.device, answered, function, values, str(answer), limit_s=seconds)
+            on_ranks(args.ranks, args.device, run_parts, jobs, str(answer), ends, limit_s=seconds)
         except Exception as error:
             if not answer.is_file():
                 raise
@@ -115,63 +137,50 @@ def ask_ranks(args: argparse.Namespace, seconds: float, function: Callable, *val
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def answered(comm: Comm, function: Callable, values: tuple, answer: str) -> None:
-    def save(found: object) -> None:
+def run_parts(comm: Comm, jobs: list, answer: str, ends: float) -> None:
+    """``function(comm, save, seconds, *values)`` for every part, on one rank; what one leaves over the others get."""
+    parts: dict = {}
+    for number, (name, function, values) in enumerate(jobs):
+        began = time.monotonic()
+        seconds = (ends - began) * SHARES[name] / sum(SHARES[job[0]] for job in jobs[number:])
+
+        def save(found: object, name: str = name, began: float = began) -> None:
+            parts[name] = {"seconds": round(time.monotonic() - began, 1), "found": found}
+            if comm.rank == 0:
+                Path(answer + ".part").write_text(json.dumps(parts, default=float), encoding="utf-8")
+                Path(answer + ".part").rename(answer)
+
         if comm.rank == 0:
-            Path(answer + ".part").write_text(json.dumps(found, default=float), encoding="utf-8")
-            Path(answer + ".part").rename(answer)
-
-    save(function(comm, save, *values))
-
-
-def kinds(args: argparse.Namespace) -> list[str]:
-    return args.exchange or (
-        ["alltoall", "oneshot", "padded"] if args.device == "cpu" else ["p2p", "padded", "alltoall"]
-    )
+            print(f"-- {name}, {seconds:.0f} s", flush=True)
+        try:
+            save(function(comm, save, seconds, *values))
+        except Exception as error:
+            if comm.rank == 0:
+                print(traceback.format_exc(limit=-4), flush=True)
+            known = parts.get(name, {}).get("found")
+            save(known or {"failed": f"{type(error).__name__}: {error}"})
 
 
-def part_links(args: argparse.Namespace, seconds: float) -> object:
-    found = ask_ranks(args, seconds, links, args.topology)
-    print(json.dumps({key: value for key, value in found.items() if key != "latency_us"}), flush=True)
-    return found
-
-
-def part_promises(args: argparse.Namespace, seconds: float) -> object:
-    found = ask_ranks(args, seconds, promises, [*kinds(args), "auto"], seconds * 0.8)
-    for each in found:
-        print("  ", {True: "holds", False: "BROKEN", None: "not run"}[each["holds"]], each["case"], each.get("why", ""))
-    return found
-
-
-def part_exchanges(args: argparse.Namespace, seconds: float) -> object:
-    return ask_ranks(args, seconds, exchanges, kinds(args), args.rehearse or args.device == "cpu")
-
-
-def exchanges(comm: Comm, save: Callable, names: list[str], small: bool) -> dict:
-    hidden, tokens = ([256], [1, 16, 128]) if small else ([7168], [1, 16, 128, 588, 1024, 4096])
+def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], small: bool, tokens: list[int]) -> dict:
+    hidden = [256] if small else [7168]
     dtype = "float32" if comm.device.type == "cpu" else "bfloat16"
     sizes = product(hidden, ("reduce", "exact"), names, tokens)
     cases = [Case(name, count, size, 8, "even", combine, dtype) for size, combine, name, count in sizes]
     if not small:
         cases += [Case(name, count, 2048, 8, "skewed", "reduce", dtype) for name in names for count in (128, 4096)]
-    results, link = run_cases(comm, cases, 9, save)
-    return as_record(results, link)
+    return as_record(*run_cases(comm, cases, 9, save, seconds))
 
 
-def part_model(args: argparse.Namespace, seconds: float) -> object:
-    began = time.monotonic()
+def model_work(args: argparse.Namespace) -> Work:
     train, held = recorded(args)
     topology = Topology.from_json(Path(args.topology).read_text()) if Path(args.topology).is_file() else None
     if topology is not None and topology.ranks != args.ranks:
         topology = None
     plans = {name: plan_of(args, name, train, topology) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}
-    left = seconds - (time.monotonic() - began)
     small = args.rehearse
-    work = Work(train, held, plans, topology, small, args.model_exchange, left - 30, 64 if small else 2048,
-                8 if small else 64)  # fmt: skip
-    found = ask_ranks(args, left, measure_model, work)
-    return {"trace": train.source, "shape": list(train.expert_ids_TLK.shape[1:]) + [train.shape.num_experts], **found}
+    sizes = (64, 8) if small else (2048, 64)
+    return Work(train, held, plans, topology, small, args.model_exchange, *sizes)
 
 
 def recorded(args: argparse.Namespace) -> tuple[Trace, Trace]:

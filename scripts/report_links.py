@@ -17,7 +17,7 @@ BLOCK = {"cpu": 4 << 20, "cuda": 128 << 20}
 SMALL = 4096
 
 
-def links(comm: Comm, save: Callable, topology_file: str) -> dict:
+def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dict:
     """Smoke tests, then bandwidth and latency of every pair, one at a time; rank 0 writes the topology file."""
     found: dict = {"backend": "nccl" if comm.on_nccl else "gloo"}
     ones = torch.ones(1 << 10, device=comm.device)
@@ -41,6 +41,7 @@ def links(comm: Comm, save: Callable, topology_file: str) -> dict:
         ranks = comm.world
         topology = Topology(ranks, np.ones(ranks), bandwidth, latency, np.zeros(ranks, np.int64))
         Path(topology_file).write_text(topology.to_json() + "\n", encoding="utf-8")
+        print({key: value for key, value in found.items() if key != "latency_us"}, flush=True)
     return found
 
 

@@ -48,7 +48,6 @@ class Work:
         plans: by name.
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
-        seconds: of this part.
     """
 
     train: Trace
@@ -57,7 +56,6 @@ class Work:
     topology: Topology | None
     rehearse: bool
     exchange: str
-    seconds: float
     prefill_tokens: int
     decode_requests: int
 
@@ -107,9 +105,16 @@ def model_folder(trace: Trace, rehearse: bool) -> str:
     return str(folder)
 
 
-def measure_model(comm: Comm, save: Callable, work: Work) -> dict:
+def measure_model(comm: Comm, save: Callable, seconds: float, work: Work) -> dict:
     """Every plan with both home rules, lanes off and on; then what the simulation says, calibrated on linear."""
-    ends = time.monotonic() + work.seconds
+    ends, usual = time.monotonic() + 0.9 * seconds, engine_module.assign_home
+    try:
+        return _measure_plans(comm, save, ends, work)
+    finally:
+        engine_module.assign_home = usual
+
+
+def _measure_plans(comm: Comm, save: Callable, ends: float, work: Work) -> dict:
     folder = model_folder(work.train, work.rehearse)
     rows: list[dict] = []
     for name, plan in work.plans.items():
@@ -128,14 +133,21 @@ def measure_model(comm: Comm, save: Callable, work: Work) -> dict:
                 except Exception:
                     row["failed"] = traceback.format_exc(limit=-4)
                 rows.append(row)
-                save({"rows": rows, "predicted": []})
+                save(record_of(work, rows))
                 if comm.rank == 0:
                     say(row)
         del load
         gc.collect()
         if comm.device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"rows": rows, "predicted": predictions(work, rows)}
+    found = record_of(work, rows)
+    save(found)
+    return found | {"predicted": predictions(work, rows)}
+
+
+def record_of(work: Work, rows: list[dict]) -> dict:
+    shape = [*work.train.expert_ids_TLK.shape[1:], work.train.shape.num_experts]
+    return {"trace": work.train.source, "shape": shape, "rows": rows, "predicted": []}
 
 
 def say(row: dict) -> None:
@@ -172,7 +184,7 @@ def measure_plan(comm: Comm, work: Work, folder: str, plan: Plan, homes, overlap
     row = {"exchange": engine.runner.decoder.exchange.name}
     prefill = requests_of(held, rounds, decode=0)
     with_homes(homes, rounds)
-    serve(engine, requests_of(held, 1, decode=2))  # compiles, captures
+    serve(engine, requests_of(held, 1, decode=8))  # compiles, captures
     with_homes(homes, rounds)
     served = serve(engine, prefill)
     tokens = sum(len(request["prompt"]) for request in prefill)
@@ -181,7 +193,9 @@ def measure_plan(comm: Comm, work: Work, folder: str, plan: Plan, homes, overlap
     served = serve(engine, requests_of(held, 1, decode=4 if work.rehearse else 64))
     row |= decode_rate(comm, served)
     row |= traffic_of(served)
-    row["hidden"] = hidden_share(comm, engine, held, homes) if overlap == "on" else None
+    row["hidden"] = None
+    if overlap == "on":
+        row["hidden"] = hidden_share(comm, engine, held, homes)
     return row
 
 

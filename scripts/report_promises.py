@@ -19,9 +19,10 @@ from placement.plan import Plan, make_plan
 
 MODEL = str(Path(epmoe.__file__).parent / "demo_model")
 TEXTS = 7
+WORD = {True: "holds", False: "BROKEN", None: "not run"}
 
 
-def promises(comm: Comm, save: Callable, kinds: list[str], seconds: float) -> list[dict]:
+def promises(comm: Comm, save: Callable, seconds: float, kinds: list[str]) -> list[dict]:
     """Deterministic tokens of one rank, and of all ranks: every exchange, lanes off and on, a random plan with copies.
 
     Placement changes no token (promise 1), batching changes none (2: requests alone, and together), ranks without a
@@ -43,6 +44,8 @@ def promises(comm: Comm, save: Callable, kinds: list[str], seconds: float) -> li
                 chosen = {"plan": plan, "exchange": kind, "overlap": overlap}
                 found.append({"case": f"{kind}, lanes {overlap}, {name}", **checked(comm, chosen, requests, want)})
                 save(found)
+                if comm.rank == 0:
+                    print("  ", WORD[found[-1]["holds"]], found[-1]["case"], found[-1].get("why", ""), flush=True)
     return found
 
 

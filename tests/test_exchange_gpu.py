@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import padded_cases
 import pytest
 import torch
 from exchange_cases import Case, home_tokens, layer_plan, random_case, run_cases, shape_of, soak
@@ -13,6 +14,7 @@ from ranks import RankPool
 from epmoe.comm import Comm
 from epmoe.moe.exchange import Exchange, Received
 from epmoe.moe.open_exchange import open_exchange
+from epmoe.ops.padded_rows import pack_answers_triton, pack_rows_triton
 
 pytestmark = pytest.mark.gpu
 KINDS = ["alltoall", "padded", "p2p"]
@@ -147,3 +149,13 @@ def test_padded_is_captured_on_one_rank_of_nccl():
 
 def _alone(_: int) -> None:
     padded_alone()
+
+
+@pytest.mark.parametrize("layout", padded_cases.LAYOUTS)
+def test_padded_kernels(layout):
+    if not torch.cuda.is_available():
+        pytest.skip("left out: no GPU")
+    for tokens in (0, 1, 7, 300):
+        padded_cases.check_pack_rows(pack_rows_triton, layout, tokens, "cuda")
+    if not layout.reduce:
+        padded_cases.check_pack_answers(pack_answers_triton, layout, "cuda")

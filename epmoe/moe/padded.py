@@ -64,9 +64,7 @@ class Padded(RaisesItself):
         self._buffers = [[torch.empty((size, shape.hidden), **options) for _ in range(2)] for _ in range(LANES)]
         self.buffer_bytes = LANES * 2 * size * shape.row_bytes
         self._over = torch.zeros(1, dtype=torch.bool, device=comm.device)
-        self._tokens = torch.zeros((), dtype=torch.int64, device=comm.device)
-        # per rank: rows, pairs, dispatches, bytes of blocks, bytes of answers
-        self._counts_4W = torch.zeros((4, comm.world), dtype=torch.int64, device=comm.device)
+        self._sum_5W = torch.zeros((5, comm.world), dtype=torch.int64, device=comm.device)  # of `Packed.count_5W`
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         self.layout = block_layout(self.shape, self.comm.world, tokens, exact)
@@ -98,7 +96,7 @@ class Padded(RaisesItself):
         words_W4, slot_WN, weight_WN = layout.header(blocks)
         if self.may_overflow:
             self._over |= words_W4[:, OVERFLOW].any()
-        self._count(packed, layout)
+        self._sum_5W += packed.count_5W  # on the device: replays of a graph count too
         rows, top_k = layout.world * layout.block_rows, layout.top_k
         slot_WBK = torch.full((layout.world, layout.block_rows, top_k), -1, dtype=torch.int32, device=blocks.device)
         slot_WBK[:, layout.header_rows :] = slot_WN.view(layout.world, -1, top_k)
@@ -139,16 +137,8 @@ class Padded(RaisesItself):
         return weighted_sum(rows_ND, sending.packed.index_TJ, weight_TK, add_TD)
 
     def traffic(self) -> Traffic:
-        rows, pairs, sent, returned = self._counts_4W.cpu().numpy()
-        return Traffic(rows, pairs, sent, returned, int(self._tokens))
-
-    def _count(self, packed: Packed, layout: BlockLayout) -> None:
-        """On the device: replays of a graph count too."""
-        self._tokens += packed.tokens
-        self._counts_4W[0] += packed.rows_W
-        self._counts_4W[1] += packed.pairs_W
-        self._counts_4W[2] += layout.block_rows * self.shape.row_bytes
-        self._counts_4W[3] += layout.answers * self.shape.row_bytes
+        rows, pairs, tokens, sent, returned = self._sum_5W.cpu().numpy()
+        return Traffic(rows, pairs, sent * self.shape.row_bytes, returned * self.shape.row_bytes, int(tokens[0]))
 
 
 def block_layout(shape: ExchangeShape, world: int, tokens: int, exact: bool) -> BlockLayout:

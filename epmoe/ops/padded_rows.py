@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch.nn.functional import pad
+
+from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 COUNT, OVERFLOW, WORDS = 0, 1, 4
 """Words 0 and 1 of a header: rows for this rank as routed (may exceed C); whether any block of the source overflows."""
@@ -72,14 +76,12 @@ class Packed:
     """What a home rank knows of its dispatch.
 
     ``index_TJ`` int32: where each answer will lie in the ``[W * A]`` rows that return, -1: nowhere (J = K in exact
-    mode, W in reduce mode).  ``rows_W``, ``pairs_W`` int64: rows as routed and pairs as sent.  ``tokens`` int64 ``[]``:
-    tokens with a choice.
+    mode, W in reduce mode).  ``count_5W`` int64, by destination: rows as routed, pairs as sent, tokens of this rank
+    with a choice (the same for all), rows of a block, answers of a block.
     """
 
     index_TJ: torch.Tensor
-    rows_W: torch.Tensor
-    pairs_W: torch.Tensor
-    tokens: torch.Tensor
+    count_5W: torch.Tensor
 
 
 def fill_blocks(
@@ -117,7 +119,11 @@ def pack_rows_ref(
 ) -> Packed:
     """`fill_blocks`, and where the answers will lie."""
     placed = fill_blocks(x_TD, slot_TK, weight_TK, layout, blocks_WBD)
-    return Packed(answer_index(placed, layout), placed.rows_W, placed.pairs_W, placed.here_TKW.any(2).any(1).sum())
+    count_5W = torch.empty((5, layout.world), dtype=torch.int64, device=x_TD.device)
+    count_5W[0], count_5W[1] = placed.rows_W, placed.pairs_W
+    count_5W[2] = placed.here_TKW.any(2).any(1).sum()
+    count_5W[3], count_5W[4] = layout.block_rows, layout.answers
+    return Packed(answer_index(placed, layout), count_5W)
 
 
 def answer_index(placed: Placed, layout: BlockLayout) -> torch.Tensor:
@@ -147,13 +153,187 @@ def pack_answers_ref(out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLa
     blocks_WAD.copy_(out_MD[pair_WA[:, :A]])
 
 
+@triton.jit
+def _place_kernel(
+    slot_ptr,
+    token_ptr,
+    index_ptr,
+    count_ptr,
+    T,
+    C,
+    A,
+    K,
+    W,
+    block_rows,
+    slots_per_rank,
+    K2: tl.constexpr,
+    BT: tl.constexpr,
+    REDUCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program w numbers the rows and pairs for rank w; count_ptr int64 [5, W]: see `Packed`."""
+    wait_for_inputs(PDL)
+    w = tl.program_id(0)
+    k = tl.arange(0, K2)
+    rows, pairs, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, T, BT):
+        t = start + tl.arange(0, BT)
+        at = t[:, None] * K + k[None, :]
+        inside = (t < T)[:, None] & (k < K)[None, :]
+        slot = tl.load(slot_ptr + at, mask=inside, other=-1)
+        here = ((slot // slots_per_rank == w) & (slot >= 0)).to(tl.int32)
+        hit = tl.max(here, 1)
+        row = rows + tl.cumsum(hit, 0) - 1
+        sent = hit * (row < C).to(tl.int32)
+        tl.store(token_ptr + w * C + row, t, mask=sent > 0)
+        count = tl.sum(here, 1) * sent
+        if REDUCE:
+            tl.store(index_ptr + t * W + w, tl.where(sent > 0, w * A + row, -1), mask=t < T)
+        else:
+            number = (pairs + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(here, 1) - 1
+            fits = (here * sent[:, None] > 0) & (number < A)
+            mine = here + tl.where(w == 0, 1, 0) * (slot < 0).to(tl.int32) > 0
+            tl.store(index_ptr + at, tl.where(fits, w * A + number, -1), mask=inside & mine)
+        rows += tl.sum(hit, 0)
+        pairs += tl.sum(count, 0)
+        tokens += tl.sum(tl.max((slot >= 0).to(tl.int32), 1), 0)
+    tl.store(count_ptr + w, rows.to(tl.int64))
+    tl.store(count_ptr + W + w, pairs.to(tl.int64))
+    tl.store(count_ptr + 2 * W + w, tokens.to(tl.int64))
+    tl.store(count_ptr + 3 * W + w, block_rows)
+    tl.store(count_ptr + 4 * W + w, A)
+
+
+@triton.jit
+def _fill_kernel(
+    x_ptr,
+    slot_ptr,
+    weight_ptr,
+    token_ptr,
+    count_ptr,
+    block_ptr,
+    word_ptr,
+    C,
+    A,
+    D,
+    K,
+    W,
+    H,
+    block_words,
+    slots_per_rank,
+    K2: tl.constexpr,
+    W2: tl.constexpr,
+    BD: tl.constexpr,
+    REDUCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (w * C + c, column chunk) copies row c of the block for rank w; chunk 0 also its slots and weights."""
+    wait_for_inputs(PDL)
+    w, c = tl.program_id(0) // C, tl.program_id(0) % C
+    rows = tl.load(count_ptr + w)
+    here = c < rows
+    t = tl.load(token_ptr + w * C + c).to(tl.int64)  # anything where no row is here
+    if here:
+        d = tl.program_id(1) * BD + tl.arange(0, BD)
+        row = tl.load(x_ptr + t * D + d, mask=d < D, other=0.0)
+        into = (w * (H + C) + H + c).to(tl.int64) * D
+        tl.store(block_ptr + into + d, row, mask=d < D)
+    if tl.program_id(1) == 0:
+        words = word_ptr + w.to(tl.int64) * block_words
+        k = tl.arange(0, K2)
+        present = k < tl.where(here, K, 0)
+        slot = tl.load(slot_ptr + t * K + k, mask=present, other=-1)
+        local = tl.where((slot >= 0) & (slot // slots_per_rank == w), slot % slots_per_rank, -1)
+        tl.store(words + 4 + c * K + k, local, mask=k < K)
+        if REDUCE:
+            weight = tl.load(weight_ptr + t * K + k, mask=present, other=0.0)
+            tl.store(words + 4 + C * K + c * K + k, weight.to(tl.int32, bitcast=True), mask=k < K)
+        if c == 0:
+            each = tl.arange(0, W2)
+            over = tl.max((tl.load(count_ptr + each, mask=each < W, other=0) > C).to(tl.int32), 0)
+            if not REDUCE:
+                pairs = tl.load(count_ptr + W + each, mask=each < W, other=0)
+                over = tl.maximum(over, tl.max((pairs > A).to(tl.int32), 0))
+            tl.store(words, rows.to(tl.int32))
+            tl.store(words + 1, over)
+
+
+@triton.jit
+def _number_kernel(pos_ptr, pair_ptr, count_ptr, N, A, BN: tl.constexpr, PDL: tl.constexpr):
+    """Program s lists the pairs of source s; count_ptr int32 [W]: how many they are."""
+    wait_for_inputs(PDL)
+    s = tl.program_id(0)
+    pairs = tl.zeros([], tl.int32)
+    for start in range(0, N, BN):
+        n = start + tl.arange(0, BN)
+        pos = tl.load(pos_ptr + s * N + n, mask=n < N, other=-1)
+        here = (pos >= 0).to(tl.int32)
+        number = pairs + tl.cumsum(here, 0) - 1
+        tl.store(pair_ptr + s * A + number, pos, mask=(here > 0) & (number < A))
+        pairs += tl.sum(here, 0)
+    tl.store(count_ptr + s, pairs)
+
+
+@triton.jit
+def _answer_kernel(out_ptr, pair_ptr, count_ptr, block_ptr, A, D, BD: tl.constexpr, PDL: tl.constexpr):
+    """Program (s * A + a, column chunk) copies answer a of source s."""
+    wait_for_inputs(PDL)
+    n = tl.program_id(0)
+    if n % A < tl.load(count_ptr + n // A):
+        pair = tl.load(pair_ptr + n).to(tl.int64)
+        d = tl.program_id(1) * BD + tl.arange(0, BD)
+        row = tl.load(out_ptr + pair * D + d, mask=d < D, other=0.0)
+        tl.store(block_ptr + n.to(tl.int64) * D + d, row, mask=d < D)
+
+
+def pack_rows_triton(
+    x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, layout: BlockLayout, blocks_WBD: torch.Tensor
+) -> Packed:
+    """`pack_rows_ref` in two kernels."""
+    (T, K), W, C, D, device = slot_TK.shape, layout.world, layout.rows, layout.hidden, x_TD.device
+    token_WC = torch.empty((W, C), dtype=torch.int32, device=device)
+    index_TJ = torch.empty((T, W if layout.reduce else K), dtype=torch.int32, device=device)
+    count_5W = torch.empty((5, W), dtype=torch.int64, device=device)
+    slot_TK, weight_TK = slot_TK.contiguous(), weight_TK.contiguous()
+    K2, options = triton.next_power_of_2(K), {"REDUCE": layout.reduce, **pdl_options(x_TD)}
+    _place_kernel[(W,)](
+        slot_TK, token_WC, index_TJ, count_5W, T, C, layout.answers, K, W, layout.block_rows, layout.slots_per_rank,
+        K2=K2, BT=256, num_warps=4, **options,
+    )  # fmt: skip
+    columns = min(triton.next_power_of_2(D), 2048)
+    words = blocks_WBD.view(W, -1).view(torch.int32)
+    _fill_kernel[(W * C, triton.cdiv(D, columns))](
+        x_TD.contiguous(), slot_TK, weight_TK, token_WC, count_5W, blocks_WBD, words, C, layout.answers, D, K, W,
+        layout.header_rows, words.shape[1], layout.slots_per_rank,
+        K2=K2, W2=triton.next_power_of_2(W), BD=columns, num_warps=max(1, min(8, columns // 256)), **options,
+    )  # fmt: skip
+    return Packed(index_TJ, count_5W)
+
+
+def pack_answers_triton(
+    out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLayout, blocks_WAD: torch.Tensor
+) -> None:
+    """`pack_answers_ref` in two kernels; places past the last pair are left as they are."""
+    W, A, D = layout.world, layout.answers, layout.hidden
+    pair_WA = torch.empty((W, A), dtype=torch.int32, device=out_MD.device)
+    count_W = torch.empty(W, dtype=torch.int32, device=out_MD.device)
+    options = pdl_options(out_MD)
+    _number_kernel[(W,)](
+        pos_RK.contiguous(), pair_WA, count_W, pos_RK.numel() // W, A, BN=1024, num_warps=4, **options
+    )  # fmt: skip
+    columns = min(triton.next_power_of_2(D), 2048)
+    _answer_kernel[(W * A, triton.cdiv(D, columns))](
+        out_MD, pair_WA, count_W, blocks_WAD, A, D, BD=columns, num_warps=max(1, min(8, columns // 256)), **options
+    )  # fmt: skip
+
+
 def pack_rows(
     x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, layout: BlockLayout, blocks_WBD: torch.Tensor
 ) -> Packed:
-    """`pack_rows_ref`."""
-    return pack_rows_ref(x_TD, slot_TK, weight_TK, layout, blocks_WBD)
+    """`pack_rows_ref`; the kernels on CUDA."""
+    return (pack_rows_triton if x_TD.is_cuda else pack_rows_ref)(x_TD, slot_TK, weight_TK, layout, blocks_WBD)
 
 
 def pack_answers(out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLayout, blocks_WAD: torch.Tensor) -> None:
-    """`pack_answers_ref`."""
-    pack_answers_ref(out_MD, pos_RK, layout, blocks_WAD)
+    """`pack_answers_ref`; the kernels on CUDA."""
+    (pack_answers_triton if out_MD.is_cuda else pack_answers_ref)(out_MD, pos_RK, layout, blocks_WAD)
