@@ -12,7 +12,7 @@ import triton.language as tl
 
 from epmoe.ops.attention_work import FIELDS, Tiling, Work
 from epmoe.ops.grouped_gemm import rows_descriptor
-from epmoe.ops.launch import has_hopper_features, pdl_options, wait_for_inputs
+from epmoe.ops.launch import has_hopper_features, pdl_options, start_next_and_wait, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -130,7 +130,7 @@ def _merge_kernel(
     head = tl.program_id(1)
     about = item_ptr + tl.maximum(item, 0) * FIELDS
     token, first_row, rows, parts = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3), tl.load(about + 8)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     if (item >= 0) & (parts > 1) & (tl.program_id(2) * RUN < rows):
         row = tl.program_id(2) * RUN + tl.arange(0, RUN)
         d = tl.arange(0, D2)

@@ -25,6 +25,17 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def start_next_and_wait(PDL: tl.constexpr):
+    """Let the kernel behind start at once, then wait: its weights come in while the kernels ahead still run.
+
+    Only where that kernel reads before its own wait nothing that any kernel wrote: weights, or what the host sent.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return _TRITON_DTYPES[dtype]
 

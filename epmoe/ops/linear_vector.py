@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from epmoe.ops.launch import pdl_options
+from epmoe.ops.launch import pdl_options, start_next_and_wait
 
 VALUES = 16384
 """Weights of a program at a time: 128 for each of 128 threads."""
@@ -29,9 +28,7 @@ def _vector_kernel(
     live = (col < N)[:, None]
     inside = live if WHOLE else live & (depth < D)[None, :]
     weight = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next_and_wait(PDL)
     x = tl.load(x_ptr + depth, mask=depth < D, other=0.0)
     acc = weight.to(tl.float32) * x.to(tl.float32)[None, :]
     if not WHOLE:

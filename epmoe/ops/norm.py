@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.launch import pdl_options, wait_for_inputs
+from epmoe.ops.launch import pdl_options, start_next_and_wait
 
 
 def rms_norm_ref(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -32,7 +32,7 @@ def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride, D: tl.constexpr, D2: tl.constexpr, PDL: tl.constexpr
 ):
     """Program t: row t, whole; with ``residual_ptr`` the sum is stored too."""
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D2)
     x = tl.load(x_ptr + row * stride + d, mask=d < D, other=0.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from epmoe.ops.attention import write_kv
-from epmoe.ops.launch import pdl_options, wait_for_inputs
+from epmoe.ops.launch import pdl_options, start_next_and_wait
 from epmoe.ops.norm import rms_norm_ref
 from epmoe.ops.rotary import rotate_ref
 
@@ -87,7 +87,7 @@ def _qkv_kernel(
     PDL: tl.constexpr,
 ):
     """Program t: all heads of token t."""
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     source = qkv_ptr + token * (H + 2 * KVH) * D
     d = tl.arange(0, D2)
