@@ -15,6 +15,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from epmoe.ops.moe_index import build_index
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, Layout
 from epmoe.ops.p2p_put import PutOptions, Ranks, combine_plan, combine_put, dispatch_put, peer_order, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, RECORD, Place, read_failure, wait_signals
+from epmoe.ops.wire import to_wire, wire_bytes
 
 SLOTS = 32  # of a rank
 
@@ -213,8 +215,14 @@ def _real_calls(args, layout: Layout, memory, ranks: Ranks, host, x) -> list[tup
         combine_put(ranks, layout, x, plan, T, options)
         wait(COMBINE)
 
+    narrow = replace(layout, sent_bytes=wire_bytes(layout.hidden))  # same places for all but the rows
+
+    def in_8_bits(options: PutOptions) -> None:
+        dispatch_put(ranks, narrow, to_wire(x), slot, weight, T, 1, options)
+        wait(DISPATCH)
+
     calls = [("peer copy", lambda: target.copy_(x))]
-    for function in (dispatch, combine):
+    for function in (dispatch, combine, in_8_bits):
         for programs in args.sweep:
             options = PutOptions(programs)
             calls.append((f"{function.__name__}, {programs} programs", partial(function, options)))
