@@ -12,7 +12,7 @@ import triton.language as tl
 
 from epmoe.ops.attention_work import FIELDS, Tiling, Work
 from epmoe.ops.grouped_gemm import rows_descriptor
-from epmoe.ops.launch import has_hopper_features, pdl_options, start_next_and_wait, wait_for_inputs
+from epmoe.ops.launch import has_hopper_features, pdl_options, start_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -194,7 +194,7 @@ def _attend_kernel(
     seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
     context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
     parts = tl.load(about + 8)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     if seq >= 0:
         row = tl.arange(0, ROWS)
         query = (first_row + row) // G

@@ -13,7 +13,7 @@ import triton.language as tl
 from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, softmax_step, split_keys, takes_descriptor
 from epmoe.ops.attention_work import FIELDS, Work
 from epmoe.ops.grouped_gemm import rows_descriptor
-from epmoe.ops.launch import pdl_options, wait_for_inputs
+from epmoe.ops.launch import pdl_options, start_next_and_wait
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _latent_kernel(
     seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
     context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
     parts = tl.load(about + 8)
-    wait_for_inputs(PDL)
+    start_next_and_wait(PDL)
     if seq >= 0:
         row = tl.arange(0, ROWS)
         position = context + (first_row + row) // H
