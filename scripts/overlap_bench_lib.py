@@ -273,6 +273,7 @@ class Rank:
         )  # fmt: skip
         self.serve_E = torch.arange(shape.experts, dtype=torch.int32, device=DEVICE)
         self.moe: list[MoELayer] = []
+        self.held: list[list] = [[], []]  # by lane, see moe.overlap
 
     def connect(self, exchange: EmulatedExchange) -> None:
         self.exchange = exchange
@@ -312,7 +313,7 @@ class Rank:
 
     def lane(self, number: int, lane: LaneInput, num_sms: int) -> Lane[torch.Tensor]:
         """The decoder's lane without embedding and head."""
-        x, residual, held = lane.x_TD, torch.zeros_like(lane.x_TD), []
+        x, residual, held = lane.x_TD, torch.zeros_like(lane.x_TD), self.held[number]
         for index in range(self.layers):
             yield Step(ATTENTION, index)
             x, residual = self.attention(index, x, residual, lane)

@@ -47,6 +47,17 @@ class Batch:
     valid_T: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Place:
+    """A lane's number, its first row in the step, the SMs of its experts (0: all), and what it must hold on to until
+    every lane is through (see ``moe.overlap``)."""
+
+    number: int
+    first_row: int
+    num_sms: int
+    held: list
+
+
 class RoutingObserver(Protocol):
     """Sees every router decision of a lane, once it is through the layers; must not block (see ``epmoe.trace``)."""
 
@@ -93,24 +104,19 @@ class Decoder:
         """
         first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
         num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
-        stages = [self._lane((n, first[n]), batch, cache, observe, num_sms) for n, batch in enumerate(lanes)]
+        places = [Place(n, first[n], num_sms, []) for n in range(len(lanes))]
+        stages = [self._lane(place, batch, cache, observe) for place, batch in zip(places, lanes)]
         with blas_sms(num_sms), nullcontext() if self.timeline is None else self.timeline.forward():
             short_turns = self.exchange.waits_for_counts
             logits = run_lanes(stages, self.exchange.comm.at, self.travel, self.timeline, short_turns)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _lane(
-        self,
-        place: tuple[int, int],
-        batch: Batch,
-        cache: torch.Tensor,
-        observe: RoutingObserver | None,
-        num_sms: int = 0,
+        self, place: Place, batch: Batch, cache: torch.Tensor, observe: RoutingObserver | None
     ) -> Lane[torch.Tensor]:
-        """One lane through all layers; ``place``: its number, and its first row in the step."""
+        """One lane through all layers."""
         config = self.config
         chosen: list[torch.Tensor] = []
-        held: list = []
         yield Step(EMBED, -1)
         cos_sin = self.rotary[batch.attention.position_T]
         x = functional.embedding(batch.token_T, self.weights.embed)
@@ -124,12 +130,15 @@ class Decoder:
                 yield Step(MLP, index)
                 x = gated_mlp(x, layer.mlp, self.tiled)
                 continue
-            x, expert_TK = yield from moe.stages(x, batch.valid_T, place[0], num_sms, held)
+            x, expert_TK = yield from moe.stages(x, batch.valid_T, place.number, place.num_sms, place.held)
             chosen.append(expert_TK)
         yield Step(HEAD, -1)
+        place.held.extend(chosen)
         if observe is not None:
             expert_LTK = torch.stack(chosen)
-            observe(expert_LTK if batch.valid_T is None else expert_LTK.where(batch.valid_T[:, None], -1), place[1])
+            if batch.valid_T is not None:
+                expert_LTK = expert_LTK.where(batch.valid_T[:, None], -1)
+            observe(expert_LTK, place.first_row)
         if batch.sample_rows is not None:
             x, residual = x[batch.sample_rows], residual[batch.sample_rows]
         x, _ = add_rms_norm(x, residual, self.weights.final_norm, config.rms_norm_eps)

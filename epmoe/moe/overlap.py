@@ -18,8 +18,9 @@ Order of issue::
     attention 0, router dispatch 0 | attention 1, send 0 | router dispatch 1, arrive experts 0 | send 1, combine 0 | ..
 
 Memory.  A travelling stage waits for its own lane's compute so far, a stage that joins for what its lane sent last.
-So what was allocated on the travel stream and is read by compute must be held until the lane's next ``dispatch``, and
-what was allocated on the compute stream and is read by a travelling stage until the lane's next join.
+So what was allocated on the travel stream and is read by compute must be held until the lane's next ``dispatch`` (the
+last layer's until every lane is through), and what was allocated on the compute stream and is read by a travelling
+stage until the lane's next join.
 """
 
 from __future__ import annotations
