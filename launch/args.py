@@ -31,7 +31,7 @@ SAMPLING = {  # option -> (SamplingParams field, type, help)
 ENGINE = {  # option -> (EngineConfig field, type, help)
     "--device": ("device", str, "cpu or cuda (default: cuda where there is a GPU)"),
     "--combine": ("combine", str, "exact: placement never changes a token; reduce: fewer bytes, equal to rounding"),
-    "--exchange": ("exchange", str, "how rows travel: alltoall (default), padded, p2p or auto"),
+    "--exchange": ("exchange", str, "how rows travel: auto (default), alltoall, oneshot, padded or p2p"),
     "--wire": ("wire", str, "rows on their way to the experts: model, or fp8 (half the bytes)"),
     "--capacity-factor": ("capacity_factor", float, "padded: rows per pair of ranks over an even share; 0: all"),
     "--exchange-costs": ("exchange_costs", str, "file of bench_exchange.py --calibrate, which auto goes by"),
@@ -153,6 +153,7 @@ def complete_settings(
     settings.setdefault("combine", "exact" if on_cpu or settings.get("deterministic") else "reduce")
     if settings.setdefault("dtype", "auto") == "auto":
         settings["dtype"] = "float32" if on_cpu else model.dtype
+    settings.setdefault("exchange", "auto")
     settings.setdefault("threads", max(1, cores() // starting.local_world))
     settings.setdefault("block_size", EngineConfig.block_size if on_cpu else GPU_BLOCK_SIZE)
     settings.setdefault("max_model_len", _default_length(settings, model))
