@@ -249,7 +249,7 @@ def run_link(rank: lib.Rank, args: argparse.Namespace, report: dict) -> None:
     wanted = [int(tokens) for tokens in args.tokens.split(",") if tokens]
     auto = [int(tokens) for tokens in args.auto.split(",") if tokens]
     done = []
-    for tokens in sorted({*wanted, *auto}):
+    for tokens in [*wanted, *(size for size in reversed(auto) if size not in wanted)]:
         try:
             case = run_case(rank, tokens, args.rounds, ms)
             if tokens in wanted:
@@ -257,9 +257,12 @@ def run_link(rank: lib.Rank, args: argparse.Namespace, report: dict) -> None:
             done.append(case)
             report["cases"].append({"shape": rank.shape.name, "gbps": rank.exchange.link.gbps, **case})
             show(rank.shape.name, rank.exchange.link.gbps, case)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1))
         except Exception:
             traceback.print_exc(limit=-6)
             torch.cuda.synchronize()
+    done.sort(key=lambda case: case["tokens"])
     decided = decide([case for case in done if case["tokens"] in auto], args.emulate_ranks) if auto else []
     for each in decided:
         print("auto", each)
