@@ -62,7 +62,7 @@ def main() -> int:
     report: dict = {"date": str(date.today()), "where": label(args.device, args.ranks), "torch": torch.__version__}
     report |= {"ranks": args.ranks, "command": " ".join(sys.argv), "parts": {}}
     print(report["where"], flush=True)
-    asked = {number: ready(args, number) for number in args.parts}
+    asked = {number: ready(args, number, report) for number in args.parts}
     groups = [args.parts] if args.together else [[number] for number in args.parts]
     for group in groups:
         left = ends - time.monotonic()
@@ -78,8 +78,8 @@ def main() -> int:
     return 0
 
 
-def ready(args: argparse.Namespace, number: str) -> tuple[Callable, tuple] | None:
-    """What the ranks are to call for a part, made ready here; None if that fails."""
+def ready(args: argparse.Namespace, number: str, report: dict) -> tuple[Callable, tuple] | None:
+    """What the ranks are to call for a part, made ready here; None if that fails, which the report then says."""
     kinds = (
         args.exchange or {"cpu": ["alltoall", "oneshot", "padded"], "cuda": ["p2p", "padded", "alltoall"]}[args.device]
     )
@@ -91,8 +91,9 @@ def ready(args: argparse.Namespace, number: str) -> tuple[Callable, tuple] | Non
         if number == "3":
             return exchanges, (kinds, args.rehearse or args.device == "cpu", args.tokens)
         return measure_model, (model_work(args),)
-    except Exception:
+    except Exception as error:
         print(traceback.format_exc(limit=-4), flush=True)
+        report["parts"][PARTS[number]] = {"seconds": 0, "found": {"failed": f"{type(error).__name__}: {error}"}}
         return None
 
 
