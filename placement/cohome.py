@@ -17,13 +17,13 @@ import numpy as np
 from placement.errors import UserError
 from placement.homes import Affinity, assign_homes, fit_affinity, remote_rows_RW
 from placement.joint import Budget, add_copies, improve, layer_limits, start_layout
-from placement.layout import Layout, Sample, draw_sample, home_weights, plan_of, weights_of
+from placement.layout import Layout, Sample, draw_sample, even_price, home_weights, plan_of, weights_of
 from placement.solution import Objective, Problem, Solution, finish
 
 HOME_SLACK = 1.09  # most tokens of a home over the mean
 HOT, COLD = 0.25, 0.1  # of a round; below COLD exchanges only undo each other
 WARM = 0.12  # of the last round, which fits the plan to its homes without leaving its basin
-ROUNDS, COPY_ROUNDS = 6, 5
+ROUNDS, ROUNDS_BEFORE_COPIES, COPY_ROUNDS = 6, 2, 6  # without spare slots; with them
 STARTS, START_SHARE = 2, 0.2
 BEFORE_HOMES = Objective("fan_out and locality", terms=(("fan_out", 1.0), ("locality", -2.5)))
 
@@ -48,14 +48,15 @@ def place_with_homes(
     started, trace = time.perf_counter(), problem.train
     problem = replace(problem, homes=None)
     layout, history = _best_start(problem, slack, started)
-    rounds = ROUNDS + (COPY_ROUNDS if problem.spare_slots else 0)
+    single = ROUNDS_BEFORE_COPIES if problem.spare_slots else ROUNDS
+    rounds = single + (COPY_ROUNDS if problem.spare_slots else 0)
     for step in range(rounds):
         homes = assign_homes(-remote_rows_RW(plan_of(problem, layout), trace), trace.seq_lens, slack)
         problem = replace(problem, homes=homes)
         now = time.perf_counter()
         share = (problem.seconds - (now - started)) / (rounds - step)
         budget = Budget(now, max(share, 0.02 * problem.seconds), WARM if step == rounds - 1 else HOT, COLD)
-        layout = _round(problem, layout, step >= ROUNDS, budget)
+        layout = _round(problem, layout, step >= single, budget)
         history.append((time.perf_counter() - started, _rows(problem, layout), None))
     plan = plan_of(problem, layout)
     homes = assign_homes(-remote_rows_RW(plan, trace), trace.seq_lens, slack)
@@ -85,7 +86,8 @@ def _round(problem: Problem, layout: Layout, copies: bool, budget: Budget) -> La
     """A new anneal of all layers; with ``copies`` every slot is used afterwards."""
     sample = draw_sample(problem)
     if copies:  # copies belong to homes: only once those have settled
-        layout = add_copies(problem, sample, layout)
+        half_cap = problem.cap and 1 + (problem.cap - 1) / 2  # copies fill a rank up to the cap; anneals need room
+        layout = add_copies(replace(problem, cap=half_cap), sample, layout)
         left = budget.seconds - (time.perf_counter() - budget.started)
         budget = replace(budget, started=time.perf_counter(), seconds=max(left, 0.2 * budget.seconds))
     found, _ = improve(problem, sample, layout, budget)
@@ -112,13 +114,17 @@ def _excess(problem: Problem, sample: Sample, layout: Layout) -> list[float]:
 
 
 def _layer_rows(problem: Problem, sample: Sample, layout: Layout) -> list[float]:
-    """Cost of each layer's rows for the sample's tokens."""
+    """Cost of each layer's rows for the sample's tokens, and of its uneven load."""
     weight_TW, token_T1 = home_weights(problem)[sample.home_T], np.arange(len(sample.home_T))[:, None]
     rows = []
-    for layer, (rank_S, serve_HE) in enumerate(zip(layout.rank, layout.serve)):
+    for layer, limit in enumerate(layer_limits(problem, sample, layout)):
+        rank_S, serve_HE = layout.rank[layer], layout.serve[layer]
         reached_TW = np.zeros(weight_TW.shape, bool)
         reached_TW[token_T1, rank_S[serve_HE[sample.home_T[:, None], sample.ids_TLK[:, layer]]]] = True
-        rows.append(float(weight_TW[reached_TW].sum(dtype=np.float64)))
+        load_W = np.bincount(rank_S, limit.load_DS[0], problem.ranks)
+        unfair_W = load_W - load_W.sum() * problem.topology.share_W
+        uneven = even_price(problem, sample, limit) * float((unfair_W**2).sum())
+        rows.append(float(weight_TW[reached_TW].sum(dtype=np.float64)) + uneven)
     return rows
 
 

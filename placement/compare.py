@@ -13,12 +13,13 @@ from placement.errors import UserError
 from placement.home_rules import choose_homes
 from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
-from placement.robust import LEAST_CAP, crossed_rise, shrunk_cap
+from placement.robust import crossed_rise, drift_variance, shrunk_cap, tail_rise
 from placement.solution import Problem, Solution, figures
 from placement.states import layer_caps
 from placement.trace import Trace
 
 PROBE = 32  # tokens of a request that are routed before its home is chosen
+EVEN_PRICES = (20.0, 10.0, 5.0, 2.5)  # a spread of 2% costs 0.008 to 0.001 rows per (token, choice)
 FIGURES = ("compute_tail", "compute_tail_worst_layer", "locality", "fan_out", "dispatch_rows", "combine_rows")
 
 
@@ -131,16 +132,43 @@ def _with_homes(problem: Problem, traces: tuple[Trace, Trace]) -> Row:
 def cap_for_unseen(problem: Problem) -> float:
     """The cap on training tokens under which unseen ones should keep ``problem.cap``, by resampling sequences.
 
-    Judged on quick plans of the kind that will be made: what rises together on one rank depends on the plan. Where
-    sequences are pieces of recorded ones, the rise from half to half of the recordings counts if it is more.
+    Judged on a quick plan of the kind that will be made: what rises together on one rank depends on the plan.
     """
     quick = replace(problem, seconds=0.1 * problem.seconds, progress=None, old_plan=None, max_moves=None)
-    found = shrunk_cap(problem, solve_joint(quick).plan)
-    if problem.recordings is not None:
-        quicker = replace(quick, seconds=0.5 * quick.seconds, cap=found)
-        rise = crossed_rise(quicker, lambda half: solve_joint(half).plan)
-        found = max(LEAST_CAP, min(found, problem.cap - rise))
-    return found
+    return shrunk_cap(problem, solve_joint(quick).plan)
+
+
+def even_for_unseen(problem: Problem) -> Problem:
+    """The problem with the lowest price of uneven load under which unseen tokens should keep ``problem.cap``.
+
+    The tail of unseen tokens comes from quick plans at four prices (and is interpolated between them): the training
+    tail, what resampling adds, and the drift between the halves of the recordings where requests are pieces of them.
+    No held-out token is looked at. At equal tails a price leaves fewer rows than a lower cap: loads that are spread
+    cost unseen tokens less than several GPUs that are exactly at a cap.
+    """
+    quick = replace(problem, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
+    speed_W, train = problem.topology.speed_W, problem.train
+    drift, found = None, None
+    for even in EVEN_PRICES:
+        plan = solve_joint(replace(quick, even=even)).plan
+        rise = tail_rise(plan, train, speed_W, problem.seed)
+        if drift is None:
+            drift = _drift(replace(quick, even=even), rise)
+        tail = float(cost.compute_tail_L(cost.evaluate(plan, train).load_LW, speed_W).mean())
+        tail += float(np.hypot(rise, np.sqrt(drift)))
+        if tail > problem.cap:
+            if found is not None:  # between two prices: linear in the logarithm
+                share = (problem.cap - found[1]) / (tail - found[1])
+                found = found[0] * (even / found[0]) ** share, problem.cap
+            break
+        found = even, tail
+    return replace(problem, even=EVEN_PRICES[0] if found is None else found[0])
+
+
+def _drift(quick: Problem, drawn: float) -> float:
+    if quick.recordings is None:
+        return 0.0
+    return drift_variance(crossed_rise(quick, lambda half: solve_joint(half).plan), drawn)
 
 
 def term_bounds(problem: Problem, seconds: float) -> dict[str, float]:

@@ -226,7 +226,8 @@ def unit_temperature(chain: ChainData, rank_LS: list[np.ndarray]) -> float:
     """Standard deviation of the change by a legal exchange at the start, over some layers."""
     spread = []
     for layer in range(0, len(rank_LS), max(1, len(rank_LS) // 4)):
-        delta = LayerSearch(chain.layers[layer], rank_LS[layer]).deltas(chain.linear_SW(layer, rank_LS))
+        rows_alone = replace(chain.layers[layer], even=0.0)  # hot experts would drown the rest
+        delta = LayerSearch(rows_alone, rank_LS[layer]).deltas(chain.linear_SW(layer, rank_LS))
         legal = delta[np.isfinite(delta)]
         spread.append(float(legal.std()) if legal.size else 0.0)
     return max(float(np.mean(spread)), 1e-6)

@@ -161,11 +161,20 @@ def chain_data(problem: Problem, sample: Sample, layout: Layout, limits: list[La
     items = [serve[sample.home_T[:, None], sample.ids_TLK[:, layer]] for layer, serve in enumerate(layout.serve)]
     scale = weights.fan if weight_WT is None else 1.0
     layers = [
-        LayerData(item_TK, expert_S, limit.load_DS, limit.cap_DW, weight_WT, scale)
+        LayerData(item_TK, expert_S, limit.load_DS, limit.cap_DW, weight_WT, scale, even_price(problem, sample, limit))
         for item_TK, expert_S, limit in zip(items, layout.expert, limits)
     ]
     cross = _cross(problem, sample, items, layout)
     return ChainData(layers, cross, _base(problem, sample, items, layout), problem.seed)
+
+
+def even_price(problem: Problem, sample: Sample, limit: LayerLimits) -> float:
+    """Cost, in the sample's rows, of a squared pair of (token, choice) that a rank has above its fair load."""
+    total = float(limit.load_DS[0].sum())
+    if not problem.even or problem.cap is None or not total:
+        return 0.0
+    counted = len(sample.home_T) * problem.shape.top_k / total
+    return problem.even * counted * problem.ranks / total
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,7 @@ class LayerData:
         cap_DW: float64, most load of each rank; one that starts above may only fall.
         weight_WT: float32, cost of token t reaching rank g; ``None`` is 1.
         scale: multiplies the row cost (with ``weight_WT`` None).
+        even: cost of a rank's squared distance from its fair load (shared as ``cap_DW`` is), in the first domain.
     """
 
     item_TK: np.ndarray
@@ -48,6 +49,7 @@ class LayerData:
     cap_DW: np.ndarray
     weight_WT: np.ndarray | None = None
     scale: float = 1.0
+    even: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -149,6 +151,8 @@ class LayerSearch:
             delta = there + back.T
             delta += (alone_SS[rows] + alone_SS[:, rows].T) * scale
         self._press(delta, rows)
+        if self.data.even:
+            self._even(delta, rows)
         delta[self._illegal(rows)] = np.inf
         return delta
 
@@ -163,6 +167,21 @@ class LayerSearch:
             mine = np.maximum(excess_W.take(rank_S[rows])[:, None] + gain, 0) - before_S[rows][:, None]
             other = np.maximum(excess_W.take(rank_S) - gain, 0) - before_S
             delta += (_PRESSURE * (mine + other)).astype(np.float32)
+
+    def _even(self, delta: np.ndarray, rows: slice | np.ndarray) -> None:
+        """Add what loads further from, or nearer to, the fair ones cost."""
+        load_S, over_S = self.data.load_DS[0], self.unfair_W().take(self.rank_S)
+        gain = (load_S - load_S[rows][:, None]).astype(np.float32)  # what the row's rank gains
+        apart = (over_S[rows][:, None] - over_S).astype(np.float32)
+        apart += gain
+        apart *= gain
+        apart *= np.float32(2 * self.data.even)
+        delta += apart
+
+    def unfair_W(self) -> np.ndarray:
+        """float64 ``[W]``: load above the fair one, in the first domain."""
+        cap_W, load_W = self.data.cap_DW[0], self.load_DW[0]
+        return load_W - cap_W * (load_W.sum() / cap_W.sum())
 
     def _illegal(self, rows: slice | np.ndarray) -> np.ndarray:
         """Exchanges on one rank, over a cap, or that put two copies of an expert on one rank."""

@@ -81,8 +81,8 @@ def shrunk_cap(problem: Problem, plan: Plan) -> float:
 def crossed_rise(problem: Problem, solve: Callable[[Problem], Plan]) -> float:
     """Mean rise of the compute tail from one half of every recording's whole sequences to the other, both ways.
 
-    Pieces of a sequence are alike, and recordings drift: drawing pieces from all of a recording sees neither. Halves
-    have half the tokens on either side, so their noise is an upper estimate. ``solve`` makes the plans.
+    Pieces of a sequence are alike, and recordings drift: drawing pieces from all of a recording sees neither.
+    ``solve`` makes the plans.
     """
     assert problem.recordings is not None and problem.train is not None
     last_T = np.repeat(*_half_of_sequences(problem.recordings))  # 1 where a token is of its recording's second half
@@ -99,9 +99,18 @@ def crossed_rise(problem: Problem, solve: Callable[[Problem], Plan]) -> float:
     return float(max(0.0, np.mean(rises)))
 
 
+def drift_variance(crossed: float, drawn: float) -> float:
+    """What a rise from half to half has beyond the noise of half as many tokens, squared.
+
+    ``drawn`` is the rise by resampling. Rises go with the standard deviation of loads, and with half the tokens on
+    either side the noise has twice the variance; the rest is drift, which more tokens would not remove.
+    """
+    return max(0.0, crossed**2 - 2 * drawn**2)
+
+
 def _half_of_sequences(recordings: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(0 or 1, tokens) of each whole sequence: in which half of its recording it is."""
-    halves = [np.arange(len(lens)) >= len(lens) - len(lens) // 2 for lens in recordings]
+    halves = [np.arange(len(lens)) >= len(lens) - round(len(lens) / 2) for lens in recordings]  # as Trace.split(0.5)
     return np.concatenate(halves).astype(np.int64), np.concatenate(recordings)
 
 

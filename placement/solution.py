@@ -67,6 +67,9 @@ class Problem:
         old_plan: the plan in force; then at most ``max_moves`` expert copies may move (``None``: any number), each
             costing ``move_price`` in units of the objective.
         homes: int64 ``[sequences]``, home ranks of the training sequences; ``None`` is round-robin.
+        even: price of uneven load where rows are searched for: a load spread of s (standard deviation over GPUs, in
+            units of the mean) costs ``even * s**2`` rows per (token, choice). Beside ``cap``: what unseen tokens make
+            of the fullest GPU depends on how many are nearly full.
         recordings: of each recording in ``train`` the tokens of its whole sequences, int, where ``train`` holds pieces
             of them as requests; ``None``: its sequences are whole.
         combine: ``exact`` or ``reduce``.
@@ -87,6 +90,7 @@ class Problem:
     max_moves: int | None = None
     move_price: float = 0.0
     homes: np.ndarray | None = None
+    even: float = 0.0
     recordings: tuple[np.ndarray, ...] | None = None
     combine: str = "exact"
     calibration: cost.Calibration = cost.Calibration()

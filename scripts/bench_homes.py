@@ -2,8 +2,8 @@
 
 Sequences are split in halves file by file, then cut into requests; homes of held-out requests are chosen, as one
 balanced batch, from the routing of a probe, from prompt token ids, or (unreachable in practice) from all their routing.
-The load cap comes from training sequences alone, by resampling.  The baseline is linear placement with round-robin
-homes.  All figures weigh tokens.
+The price of uneven load comes from training sequences alone, by resampling and from half to half of the recordings.
+The baseline is linear placement with round-robin homes.  All figures weigh tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 
 from placement import cost  # noqa: E402
 from placement.cohome import HOME_SLACK, place_with_homes  # noqa: E402
-from placement.compare import cap_for_unseen  # noqa: E402
+from placement.compare import even_for_unseen  # noqa: E402
 from placement.homes import Affinity, assign_homes, remote_rows_RW, score_prompt, score_routing  # noqa: E402
 from placement.plan import Plan, linear_plan  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
@@ -71,7 +71,8 @@ def main() -> None:
         type=float,
         default=1.085,
         metavar="X",
-        help="tail that unseen tokens should keep; resampling the training sequences says what cap that needs (1.085)",
+        help="tail that unseen tokens should keep: training sequences alone say what price of uneven load that needs"
+        " (1.085)",
     )
     parser.add_argument("--cap", type=float, nargs="+", help="load caps on training tokens themselves (a frontier)")
     parser.add_argument("--seconds", type=float, default=60.0, help="solver's budget per line (default 60)")
@@ -108,14 +109,21 @@ def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Name
     options = {"cap": cap or args.unseen_cap, "seconds": args.seconds, "seed": seed, "redundant": case.redundant}
     problem = make_problem(train, case.gpus, objective="dispatch_rows", recordings=recordings, **options)
     if cap is None:
-        problem = replace(problem, cap=cap_for_unseen(problem))
+        problem = even_for_unseen(problem)
     processor = time.process_time()
     solution, _, affinity = place_with_homes(problem, probe=case.probe)
     rows = []
     for source, score_RW in scores(solution.plan, held_out, affinity, case.probe).items():
         homes = assign_homes(score_RW, held_out.seq_lens, HOME_SLACK)
         costs = cost.evaluate(solution.plan, held_out, homes=homes)
-        row = {"case": name, **asdict(case), "split": split, "seed": seed, "train_cap": problem.cap}
+        row = {
+            "case": name,
+            **asdict(case),
+            "split": split,
+            "seed": seed,
+            "train_cap": problem.cap,
+            "even": problem.even,
+        }
         row |= {"homes_from": source, "seconds": solution.seconds, "processor": time.process_time() - processor}
         row["saved_percent"] = 100 * (1 - costs.dispatch_rows / base.dispatch_rows)
         row["linear_dispatch_rows"] = base.dispatch_rows
@@ -133,9 +141,10 @@ def split_file(trace: Trace, split: int) -> tuple[Trace, Trace]:
 
 def describe(row: dict) -> str:
     return (
-        f"{row['case']:>20} split {row['split']} seed {row['seed']} cap {row['train_cap']:.4f} homes from"
-        f" {row['homes_from']:>6}: {row['saved_percent']:5.2f} % fewer dispatch rows, tail {row['compute_tail']:.4f}"
-        f" (best split {row['compute_tail_lp']:.4f}), home load {row['home_tail']:.3f}, {row['seconds']:.0f} s"
+        f"{row['case']:>20} split {row['split']} seed {row['seed']} cap {row['train_cap']:.3f} price {row['even']:.2f}"
+        f" homes from {row['homes_from']:>6}: {row['saved_percent']:5.2f} % fewer dispatch rows,"
+        f" tail {row['compute_tail']:.4f} (best split {row['compute_tail_lp']:.4f}), home load {row['home_tail']:.3f},"
+        f" {row['seconds']:.0f} s"
     )
 
 

@@ -63,16 +63,18 @@ def a_layer(seed: int, *, weighted: bool, copies: bool, capped: bool) -> tuple[L
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("capped", [False, True])
-def test_change_of_an_exchange_is_exact(weighted, copies, capped):
+@pytest.mark.parametrize("capped, even", [(False, 0.0), (True, 0.0), (True, 0.02)])
+def test_change_of_an_exchange_is_exact(weighted, copies, capped, even):
     data, rank_S = a_layer(3, weighted=weighted, copies=copies, capped=capped)
+    data = replace(data, even=even)
     rng = np.random.default_rng(0)
     S = len(rank_S)
     linear_SW = rng.normal(size=(S, 4)).astype(np.float32)
     search = LayerSearch(data, rank_S)
 
     def total() -> float:
-        return search.row_cost() + float(linear_SW[np.arange(S), search.rank_S].sum())
+        uneven = even * float((search.unfair_W() ** 2).sum()) if even else 0.0
+        return search.row_cost() + uneven + float(linear_SW[np.arange(S), search.rank_S].sum())
 
     for _ in range(40):
         delta = search.deltas(linear_SW)
@@ -89,6 +91,15 @@ def test_change_of_an_exchange_is_exact(weighted, copies, capped):
         np.testing.assert_allclose(anew.load_DW, search.load_DW)
         held = [data.expert_S[search.rank_S == rank] for rank in range(4)]
         assert all(len(set(h.tolist())) == len(h) for h in held)
+
+
+def test_a_price_of_uneven_load_is_paid_in_rows():
+    train = random_trace(1600, 2, 16, 3)
+    options = {"objective": "fan_out", "cap": 1.5, "seconds": 1.0, "threads": 1}
+    plans = [solve_joint(make_problem(train, 4, even=even, **options)).plan for even in (0.0, 50.0)]
+    free, priced = (cost.evaluate(plan, train) for plan in plans)
+    spread = [float((c.load_LW / c.load_LW.mean()).std()) for c in (free, priced)]
+    assert spread[1] < 0.5 * spread[0] and free.fan_out < priced.fan_out
 
 
 def test_illegal_exchanges_are_all_that_is_refused():

@@ -12,7 +12,7 @@ from placement.joint import solve_joint
 from placement.migrate import moved_copies
 from placement.plan import linear_plan
 from placement.profile import profile_trace
-from placement.robust import LEAST_CAP, RobustOptions, crossed_rise, shrunk_cap, solve_robust, tail_rise
+from placement.robust import LEAST_CAP, RobustOptions, crossed_rise, drift_variance, shrunk_cap, solve_robust, tail_rise
 from placement.solution import make_problem
 from placement.trace import join
 
@@ -41,6 +41,7 @@ def test_a_drift_between_halves_of_a_recording_is_seen():
         problem = make_problem(pieces, 4, cap=1.1, recordings=recordings)
         rises.append(crossed_rise(problem, lambda half: solve_joint(replace(half, seconds=0.3, threads=1)).plan))
     assert rises[0] > 0.1 and rises[1] < 0.02
+    assert drift_variance(0.05, 0.05) == 0.0 and drift_variance(0.05, 0.0) == pytest.approx(0.0025)
     alone = make_problem(early, 4, cap=1.1, recordings=(np.array([320]),))
     assert crossed_rise(alone, None) == 0.0  # one sequence has no other half
 

@@ -12,7 +12,7 @@ from placement import cost, methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
 from placement.cohome import place_with_homes
-from placement.compare import FIGURES, PROBE, cap_for_unseen, judge, sum_bound, term_bounds, with_bound
+from placement.compare import FIGURES, PROBE, cap_for_unseen, even_for_unseen, judge, sum_bound, term_bounds, with_bound
 from placement.errors import UserError
 from placement.home_rules import choose_homes
 from placement.homes import Affinity, fit_affinity
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     }
     problem = problem_of(args, train, topology, usual, **extra)
     if method.searches:
-        problem = for_unseen(problem, args)
+        problem = for_unseen(problem, args, method.places_homes)
     found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
     if args.output:
         found = _save(found, args)
@@ -186,10 +186,17 @@ def problem_of(
     )
 
 
-def for_unseen(problem: Problem, args: argparse.Namespace) -> Problem:
-    """The problem with its cap lowered so that unseen tokens keep it, unless the cap was given for training tokens."""
+def for_unseen(problem: Problem, args: argparse.Namespace, homes: bool = False) -> Problem:
+    """The problem with its cap lowered so that unseen tokens keep it, unless the cap was given for training tokens.
+
+    Method homes has uneven load priced instead.
+    """
     if args.cap is not False or problem.cap is None or problem.train is None:
         return problem
+    if homes:
+        priced = even_for_unseen(problem)
+        note(f"uneven load is priced at {priced.even:.2f}, for a load cap of {problem.cap:g} on unseen tokens")
+        return priced
     lowered = cap_for_unseen(problem)
     note(f"load cap {lowered:.4f} on training tokens, for {problem.cap:g} on unseen ones (or set it by --cap)")
     return replace(problem, cap=lowered)
