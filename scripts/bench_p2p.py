@@ -70,7 +70,7 @@ def copy_rate() -> float:
 def bench_virtual(args) -> None:
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, {args.world} virtual ranks, copy {rate:.0f} GB/s, hidden {args.hidden}")
-    for reduce in (False, True):
+    for reduce in (mode == "reduce" for mode in args.modes):
         most = max(args.tokens)
         layout = Layout(args.world, most, args.top_k, args.hidden, torch.bfloat16, reduce)
         buffers, ranks = virtual_ranks(layout, torch.device("cuda"))
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8, help="virtual ranks")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096], help="a virtual rank's")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 128, 588, 4096, 18800], help="to the next real rank")
+    parser.add_argument("--modes", choices=("exact", "reduce"), nargs="+", default=["exact", "reduce"], help="virtual")
     parser.add_argument("--transports", type=int, nargs="*", default=[256, 1024, 2048, 4096, 8192], help="real tokens")
     parser.add_argument("--combine", choices=("exact", "reduce"), default="exact", help="of whole rounds")
     parser.add_argument("--hidden", type=int, default=7168)

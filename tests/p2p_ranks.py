@@ -220,9 +220,9 @@ def lose_a_rank_in_a_step(comm: Comm, config: dict, script) -> str:
 
 
 def drive_engine(comm: Comm, config: dict, script):
-    """The engine on this rank; logits come back on the CPU."""
+    """The engine on this rank; logits come back as arrays, which outlive this process."""
     from drive import drive
 
     result = drive(comm, config, script)
-    result.logits = {key: logits.cpu() for key, logits in result.logits.items()}
+    result.logits = {key: logits.float().cpu().numpy() for key, logits in result.logits.items()}
     return result

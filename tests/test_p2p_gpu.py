@@ -117,7 +117,7 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
     results = run_ranks(world, drive_engine, {**config, **over}, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
-    assert all(torch.equal(logits, alone.logits[key].cpu()) for key, logits in merged.logits.items())
+    assert all(np.array_equal(logits, alone.logits[key].float().cpu().numpy()) for key, logits in merged.logits.items())
     assert all(result.report["exchange"] == "p2p" and result.report["graph_replays"] > 10 for result in results)
 
 

@@ -203,7 +203,7 @@ class Exchange(Protocol):
         """To be called when a step's results have come from the device and before they count: a rank failed.
 
         Args:
-            patience_s: if a peer has ended, how long to wait until this rank's device has noticed.
+            patience_s: how long to wait for a peer's end to show, and for this rank's device to notice.
         """
         ...
 

@@ -158,10 +158,9 @@ class P2P:
         return failure
 
     def raise_if_failed(self, patience_s: float = 0.0) -> None:
-        if patience_s:
-            self.watch_peers()
-        deadline = time.monotonic() + (patience_s if self._gone is not None else 0.0)
+        deadline = time.monotonic() + patience_s
         while (failure := self.failure()) is None and time.monotonic() < deadline:
+            self.watch_peers()  # a process's sockets close before its end shows
             time.sleep(0.01)
         if failure is not None:
             raise PeerFailed(str(failure))
