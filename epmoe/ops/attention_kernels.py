@@ -188,8 +188,8 @@ def _attend_kernel(
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (item, key head)."""
-    item, head = tl.program_id(0), tl.program_id(1)
+    """Program (item, key head), the heads of an item side by side: items without work come last and start last."""
+    item, head = tl.program_id(0) // KVH, tl.program_id(0) % KVH
     about = item_ptr + item * FIELDS
     seq, token, first_row, rows = tl.load(about), tl.load(about + 1), tl.load(about + 2), tl.load(about + 3)
     context, start, stop = tl.load(about + 4), tl.load(about + 5), tl.load(about + 6)
@@ -240,7 +240,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
     part, lse = work.scratch.buffers(kv_heads, D)
     tiling = work.tiling
     tma = triton.next_power_of_2(D) == D and takes_descriptor(cache_HBSd, tiling.keys)
-    _attend_kernel[work.item_XF.shape[0], kv_heads](
+    _attend_kernel[work.item_XF.shape[0] * kv_heads,](
         q_THd,
         cache_HBSd,
         rows_descriptor(cache_HBSd.view(-1, D), tiling.keys, D) if tma else None,

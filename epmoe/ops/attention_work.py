@@ -62,7 +62,7 @@ class Heads:
         if self.fixed:
             return FIXED_LATENT if self.latent else FIXED
         if self.latent:
-            return Tiling(16, 64, warps=8, stages=2) if self.group <= 16 else Tiling(64, 64, warps=8, stages=2)
+            return Tiling(16, 32) if self.group <= 16 else Tiling(64, 64, warps=8, stages=2)
         return Tiling(min(64, max(16, 1 << (self.group - 1).bit_length())), 64)
 
     @property

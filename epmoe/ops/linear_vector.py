@@ -12,8 +12,8 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, start_next_and_wait
 
-VALUES = 16384
-"""Weights of a program at a time: 128 for each of 128 threads."""
+VALUES = 8192
+"""Weights of a program at a time: 64 for each of 128 threads."""
 
 
 @triton.jit
