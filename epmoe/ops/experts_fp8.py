@@ -29,7 +29,6 @@ from epmoe.ops.gate_up_gemm import activate
 from epmoe.ops.grouped_gemm import TileConfig, locate, rows_descriptor, zeros
 from epmoe.ops.launch import pdl_options, sm_count, wait_for_inputs
 from epmoe.ops.moe_index import MoEIndex, with_block_rows
-from epmoe.ops.specialised_fp8 import specialised_down_fp8, specialised_gate_up_fp8
 from epmoe.ops.tiles import PINNED_ROWS, Choice
 
 DEFAULT = ExpertOptions()
@@ -202,7 +201,6 @@ STREAM_FOUR = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=4, s
 STREAM_32 = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
 BLOCKED_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3)
-SPECIALISED = TileConfig(cols=256, depth=BLOCK, warps=12, stages=4, specialised=True)
 VECTOR = (2, 8, 4), (4, 8, 4)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
@@ -245,8 +243,6 @@ def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileCo
 
 def gate_up_fp8_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, act: str, num_sms: int = 0) -> tuple:
     """Activated features of each pair, float8 ``[M, F]`` and scales ``[M, F / 128]``; undefined beyond the pairs."""
-    if config.specialised:
-        return specialised_gate_up_fp8(rows_RD, index, weights, act, config.group, num_sms)
     slots, hidden, features = weights.down.shape
     x_RD, x_scale_RB = quantize_rows_triton(rows_RD)
     out_MF = x_RD.new_empty((index.row_M.numel(), features))
@@ -261,8 +257,6 @@ def gate_up_fp8_triton(rows_RD, index: MoEIndex, weights, config: TileConfig, ac
 
 def down_fp8_triton(act: tuple, index: MoEIndex, weights, config: TileConfig, num_sms: int, dtype) -> torch.Tensor:
     """Unweighted outputs ``[M, D]`` in pair order; rows from the number of pairs on are undefined."""
-    if config.specialised:
-        return specialised_down_fp8(act, index, weights, dtype, config.group, num_sms)
     act_MF, act_scale_MB = act
     slots, hidden, features = weights.down.shape
     out_MD = act_MF.new_empty((act_MF.shape[0], hidden), dtype=dtype)

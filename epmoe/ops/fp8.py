@@ -39,56 +39,44 @@ def dequantize(weight_OC: torch.Tensor, scale_BB: torch.Tensor, dtype: torch.dty
 def quantize_rows_ref(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[T, D]`` -> float8 ``[T, D]`` and float32 scales ``[T, D / 128]``: a run's largest magnitude becomes 448."""
     run_TB = x_TD.float().unflatten(1, (-1, BLOCK))
-    scale_TB = run_TB.abs().amax(-1).clamp(min=SMALLEST.value) / LARGEST.value
-    return (run_TB / scale_TB[..., None]).flatten(1).to(FP8), scale_TB
+    largest_TB = run_TB.abs().amax(-1).clamp(min=SMALLEST.value)
+    # One factor for all: half-precision values often lie half-way between two stored ones, and a quotient's last bit
+    # would then decide.
+    return (run_TB * (LARGEST.value / largest_TB)[..., None]).flatten(1).to(FP8), largest_TB / LARGEST.value
 
 
 @triton.jit
 def to_fp8(value, largest):
     """(stored values, scale) of values whose largest magnitude is ``largest``, of a shape that broadcasts."""
     largest = tl.maximum(largest, SMALLEST)
-    return (value * (LARGEST / largest)).to(tl.float8e4nv), largest / LARGEST
+    full = tl.full(largest.shape, LARGEST, tl.float32)
+    return (value * tl.div_rn(full, largest)).to(tl.float8e4nv), tl.div_rn(largest, full)
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, out_ptr, scale_ptr, row_ptr, count_ptr, D, RUNS: tl.constexpr, PDL: tl.constexpr):
-    """RUNS runs of one row, or, with ``row_ptr``, of the row of one pair, if there are so many."""
+def _quantize_kernel(x_ptr, out_ptr, scale_ptr, D, RUNS: tl.constexpr, PDL: tl.constexpr):
+    """RUNS runs of one row."""
     wait_for_inputs(PDL)
-    into = tl.program_id(0).to(tl.int64)
-    row = into
-    width = D
-    if row_ptr is not None:
-        width = tl.where(into < tl.load(count_ptr), D, 0)
-        row = tl.load(row_ptr + into, mask=width > 0, other=0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    at = run[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = run * 128 < width
-    x = tl.load(x_ptr + row * D + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    at = row * D + run[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = run * 128 < D
+    x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     stored, scale = to_fp8(x, tl.max(tl.abs(x), 1)[:, None])
-    tl.store(out_ptr + into * D + at, stored, mask=inside[:, None])
-    tl.store(scale_ptr + into * (D // 128) + run, scale.reshape(RUNS), mask=inside)
+    tl.store(out_ptr + at, stored, mask=inside[:, None])
+    tl.store(scale_ptr + row * (D // 128) + run, scale.reshape(RUNS), mask=inside)
 
 
 def quantize_rows_triton(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_rows_ref` in one kernel."""
-    return _quantize(x_TD, x_TD.shape[0], None, None)
-
-
-def quantize_pairs(x_TD: torch.Tensor, index) -> tuple[torch.Tensor, torch.Tensor]:
-    """The quantised rows of all pairs, ``[M, D]`` and ``[M, D / 128]``; undefined beyond the pairs of the index."""
-    return _quantize(x_TD, index.row_M.numel(), index.row_M, index.offset_L1[-1:])
-
-
-def _quantize(x_TD: torch.Tensor, rows: int, row_M, count) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = x_TD.shape[1]
-    out_MD = x_TD.new_empty((rows, hidden), dtype=FP8)
-    scale_MB = x_TD.new_empty((rows, hidden // BLOCK), dtype=torch.float32)
-    if rows:
+    tokens, hidden = x_TD.shape
+    out_TD = torch.empty_like(x_TD, dtype=FP8)
+    scale_TB = x_TD.new_empty((tokens, hidden // BLOCK), dtype=torch.float32)
+    if tokens:
         runs = min(triton.next_power_of_2(hidden // BLOCK), 16)
-        grid = (rows, triton.cdiv(hidden // BLOCK, runs))
-        operands = (x_TD, out_MD, scale_MB, row_M, count, hidden)
-        _quantize_kernel[grid](*operands, RUNS=runs, num_warps=4, **pdl_options(x_TD))
-    return out_MD, scale_MB
+        grid = (tokens, triton.cdiv(hidden // BLOCK, runs))
+        _quantize_kernel[grid](x_TD, out_TD, scale_TB, hidden, RUNS=runs, num_warps=4, **pdl_options(x_TD))
+    return out_TD, scale_TB
 
 
 def quantize_rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ CANDIDATES_FP8 = (
     (64, TileConfig(128, 128, 4, 3, 2)),
     (64, TileConfig(128, 128, 4, 4, 2)),
     (64, TileConfig(128, 128, 4, 3, 3)),
-    (128, TileConfig(256, 128, 12, 4, 1, specialised=True)),
+    (128, TileConfig(128, 128, 8, 4, 1)),
 )
 # (cols, runs of 128 columns, warps).
 VECTORS_FP8 = ((2, 8, 2), (2, 8, 4), (4, 8, 4), (4, 4, 4), (8, 4, 4), (2, 16, 4), (4, 16, 8), (8, 8, 8))
