@@ -10,6 +10,7 @@ import numpy as np
 from placement import cost, lower_bound
 from placement.cohome import place_with_homes
 from placement.errors import UserError
+from placement.greedy import single_slots_W
 from placement.home_rules import choose_homes
 from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
@@ -147,6 +148,9 @@ def even_for_unseen(problem: Problem) -> Problem:
     cost unseen tokens less than several GPUs that are exactly at a cap.
     """
     quick = replace(problem, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
+    single_W = single_slots_W(problem)
+    if single_W.min() > 0:
+        quick = replace(quick, slots_W=single_W)  # copies come once homes are known, and are evened as well
     speed_W, train = problem.topology.speed_W, problem.train
     drift, found = None, None
     for even in EVEN_PRICES:

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     problem = problem_of(args, train, topology, usual, **extra)
     if method.searches:
         problem = for_unseen(problem, args, method.places_homes)
-    found = solve_method(methods.for_domains(method, train, args.worst), problem, args)
+    found = solve_method(methods.for_domains(method, train if loads is None else (), args.worst), problem, args)
     if args.output:
         found = _save(found, args)
     solution, result = found.solution, describe(found, problem, held, args)
