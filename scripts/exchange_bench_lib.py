@@ -31,7 +31,8 @@ class Case:
     def shape(self, world: int, max_tokens: int) -> ExchangeShape:
         dtype = getattr(torch, self.dtype)
         slots = -(-self.experts // world)
-        return ExchangeShape(slots, max_tokens, self.hidden, self.top_k, dtype, self.combine)
+        sizes = (slots, max_tokens, self.hidden, self.top_k, dtype, self.combine)
+        return ExchangeShape(*sizes, graph_tokens=max_tokens)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from placement.topology import Topology, uniform  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
 
 METHODS = ("linear", "joint", "moetuner", "eplb")
-SHARES = {"links": 0.1, "promises": 0.25, "exchanges": 0.25, "model": 0.4}  # of the time
+SHARES = {"links": 0.1, "promises": 0.25, "exchanges": 0.2, "model": 0.45}  # of the time
 
 
 PARTS = {"1": "links", "2": "promises", "3": "exchanges", "4": "model"}
@@ -131,7 +131,7 @@ def ask_ranks(args: argparse.Namespace, seconds: float, jobs: list) -> dict:
         answer = Path(folder) / "answer.json"
         try:
             on_ranks(args.ranks, args.device, run_parts, jobs, str(answer), ends, limit_s=seconds)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if not answer.is_file():
                 raise
             print(f"   cut short: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
@@ -180,7 +180,7 @@ def model_work(args: argparse.Namespace) -> Work:
     plans = {name: plan_of(args, name, train, topology) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}
     small = args.rehearse
-    sizes = (64, 8) if small else (2048, 64)
+    sizes = (64, 8) if small else (16384, 64)
     return Work(train, held, plans, topology, small, args.model_exchange, *sizes)
 
 

@@ -13,11 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from model_bench_lib import QWEN3_30B, kept, random_load
+from model_bench_lib import QWEN3_30B, random_load
 from report_engine import Served, gathered, open_engine, serve
 
 from epmoe.comm import Comm
@@ -26,7 +27,7 @@ from epmoe.engine import engine as engine_module
 from epmoe.engine.engine import Engine
 from epmoe.model.decoder import Decoder
 from epmoe.moe.layer import MoELayer, Routing
-from epmoe.moe.timeline import hidden_of
+from epmoe.moe.timeline import Timeline, hidden_of
 from placement.cost import Calibration, evaluate, round_robin_homes
 from placement.homes import assign_homes, fit_affinity, score_routing
 from placement.plan import Plan
@@ -118,28 +119,28 @@ def _measure_plans(comm: Comm, save: Callable, ends: float, work: Work) -> dict:
     folder = model_folder(work.train, work.rehearse)
     rows: list[dict] = []
     for name, plan in work.plans.items():
-        load = kept(random_load)
-        for homes_rule in ("round-robin", "affinity"):
-            if name == "linear" and homes_rule == "affinity":
+        if max(gathered(comm, time.monotonic() > ends)):
+            rows.append({"plan": name, "left_out": "no time"})
+            continue
+        try:
+            engine = opened(comm, work, folder, plan)
+        except Exception:
+            rows.append({"plan": name, "homes": "", "overlap": "", "failed": traceback.format_exc(limit=-4)})
+            say(comm, rows[-1])
+            continue
+        for homes_rule, overlap in product(("round-robin", "affinity"), ("off", "on")):
+            if name == "linear" and homes_rule == "affinity" or max(gathered(comm, time.monotonic() > ends)):
                 continue
-            homes = homes_of(plan, work, homes_rule)
-            for overlap in ("off", "on"):
-                if max(gathered(comm, time.monotonic() > ends)):
-                    rows.append({"plan": name, "left_out": "no time"})
-                    continue
-                row = {"plan": name, "homes": homes_rule, "overlap": overlap}
-                try:
-                    row |= measure_plan(comm, work, folder, plan, homes, overlap, load)
-                except Exception:
-                    row["failed"] = traceback.format_exc(limit=-4)
-                rows.append(row)
-                save(record_of(work, rows))
-                if comm.rank == 0:
-                    say(row)
-        del load
+            row = {"plan": name, "homes": homes_rule, "overlap": overlap}
+            try:
+                row |= measure_plan(comm, work, engine, homes_of(plan, work, homes_rule), overlap)
+            except Exception:
+                row["failed"] = traceback.format_exc(limit=-4)
+            rows.append(row)
+            save(record_of(work, rows))
+            say(comm, row)
+        del engine
         gc.collect()
-        if comm.device.type == "cuda":
-            torch.cuda.empty_cache()
     found = record_of(work, rows)
     save(found)
     return found | {"predicted": predictions(work, rows)}
@@ -150,7 +151,9 @@ def record_of(work: Work, rows: list[dict]) -> dict:
     return {"trace": work.train.source, "shape": shape, "rows": rows, "predicted": []}
 
 
-def say(row: dict) -> None:
+def say(comm: Comm, row: dict) -> None:
+    if comm.rank:
+        return
     if "failed" in row:
         print(row["failed"], flush=True)
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "failed"}, flush=True)
@@ -168,35 +171,39 @@ def homes_of(plan: Plan, work: Work, rule: str) -> np.ndarray:
     return assign_homes(score_RW, held.seq_lens)
 
 
-def measure_plan(comm: Comm, work: Work, folder: str, plan: Plan, homes, overlap: str, load) -> dict:
-    held = work.held
-    longest = int(held.seq_lens.max()) + 2
-    rounds = max(1, round(work.prefill_tokens * comm.world * (1 if work.rehearse else 4) / held.num_tokens))
+def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
+    """An engine of the plan that replays the held-out tokens, warm."""
+    longest = int(work.held.seq_lens.max()) + 2
+    blocks = (work.decode_requests + work.prefill_tokens // longest + 8) * -(-longest // 16)
     settings = {
         "model": folder, "dtype": "float32" if comm.device.type == "cpu" else "bfloat16", "combine": "reduce",
-        "exchange": work.exchange, "overlap": overlap, "plan": plan.to_json(), "max_model_len": longest,
+        "exchange": work.exchange, "plan": plan.to_json(), "max_model_len": longest, "num_blocks": blocks,
         "max_batch_tokens": work.prefill_tokens, "max_requests": min(work.decode_requests, work.prefill_tokens),
-        "num_blocks": (work.decode_requests + 8) * -(-longest // 16), "timeline": False,
     }  # fmt: skip
-    engine = open_engine(comm, settings, load)
+    engine = open_engine(comm, settings, random_load)
     engine.pool.reuse_prefixes = False  # the same sequences come again and again
-    replay(engine, held)
-    row = {"exchange": engine.runner.decoder.exchange.name}
+    replay(engine, work.held)
+    with_homes(homes_of(plan, work, "round-robin"), 1)
+    serve(engine, requests_of(work.held, 1, decode=8))  # compiles, captures
+    return engine
+
+
+def measure_plan(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, overlap: str) -> dict:
+    held = work.held
+    engine.engine = replace(engine.engine, overlap=overlap)
+    rounds = max(1, round(work.prefill_tokens * comm.world * (1 if work.rehearse else 3) / held.num_tokens))
+    row = {"exchange": engine.runner.decoder.exchange.name, "tokens_a_step": work.prefill_tokens}
+    if overlap == "on":
+        with_homes(homes, 1)
+        row["hidden"] = hidden_share(comm, engine, held)  # also compiles what two lanes need
     prefill = requests_of(held, rounds, decode=0)
-    with_homes(homes, rounds)
-    serve(engine, requests_of(held, 1, decode=8))  # compiles, captures
     with_homes(homes, rounds)
     served = serve(engine, prefill)
     tokens = sum(len(request["prompt"]) for request in prefill)
     row |= {"prefill_tokens_per_s": tokens / served.seconds, "prefill_ms": step_ms(served)}
     with_homes(homes, 1)
     served = serve(engine, requests_of(held, 1, decode=4 if work.rehearse else 64))
-    row |= decode_rate(comm, served)
-    row |= traffic_of(served)
-    row["hidden"] = None
-    if overlap == "on":
-        row["hidden"] = hidden_share(comm, engine, held, homes)
-    return row
+    return row | decode_rate(comm, served) | traffic_of(served)
 
 
 def decode_rate(comm: Comm, served: Served) -> dict:
@@ -249,21 +256,14 @@ def traffic_of(served: Served) -> dict:
     return {"remote_rows": float((rows.sum() - np.trace(rows)) / max(tokens, 1))}
 
 
-def hidden_share(comm: Comm, engine: Engine, trace: Trace, homes: np.ndarray) -> float | None:
+def hidden_share(comm: Comm, engine: Engine, trace: Trace) -> float:
     """Share of communication beside compute in prefill, by the timeline; the slowest rank's."""
-    from epmoe.moe.timeline import Timeline
-
+    timeline = engine.runner.decoder.timeline = Timeline(comm)
     try:
-        with_homes(homes, 1)
-        engine.runner.decoder.timeline = Timeline(comm)
         serve(engine, requests_of(trace, 1, decode=0))
-        hidden = hidden_of(engine.runner.decoder.timeline.read())[-1]
+    finally:
         engine.runner.decoder.timeline = None
-        return min(gathered(comm, hidden.share))
-    except Exception:
-        if comm.rank == 0:
-            traceback.print_exc(limit=-3)
-        return None
+    return min(gathered(comm, hidden_of(timeline.read())[-1].share))
 
 
 def predictions(work: Work, rows: list[dict]) -> list[dict]:

@@ -6,6 +6,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +36,16 @@ def promises(comm: Comm, save: Callable, seconds: float, kinds: list[str]) -> li
     agreed = gathered(comm, want)
     found = [{"case": "every rank alone gives the same", "holds": all(each == want for each in agreed)}]
     plans = {"linear": None, "random with copies": random_plan(comm.world).to_json()}
-    for name, plan in plans.items():
-        for kind in kinds:
-            for overlap in ("off", "on"):
-                if max(gathered(comm, time.monotonic() > ends)):
-                    found.append({"case": "left out for lack of time", "holds": None})
-                    return found
-                chosen = {"plan": plan, "exchange": kind, "overlap": overlap}
-                found.append({"case": f"{kind}, lanes {overlap}, {name}", **checked(comm, chosen, requests, want)})
-                save(found)
-                if comm.rank == 0:
-                    print("  ", WORD[found[-1]["holds"]], found[-1]["case"], found[-1].get("why", ""), flush=True)
+    order = [("random with copies", "on"), ("linear", "off"), ("random with copies", "off"), ("linear", "on")]
+    for (name, overlap), kind in product(order, kinds):
+        if max(gathered(comm, time.monotonic() > ends)):
+            found.append({"case": "left out for lack of time", "holds": None})
+            break
+        chosen = {"plan": plans[name], "exchange": kind, "overlap": overlap}
+        found.append({"case": f"{kind}, lanes {overlap}, {name}", **checked(comm, chosen, requests, want)})
+        save(found)
+        if comm.rank == 0:
+            print("  ", WORD[found[-1]["holds"]], found[-1]["case"], found[-1].get("why", ""), flush=True)
     return found
 
 

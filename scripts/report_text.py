@@ -66,7 +66,7 @@ def _model(found: dict) -> list[str]:
             _over(row, base, "prefill_tokens_per_s"),
             "-" if guess is None or row["overlap"] == "on" else f"{guess:.0f}",
             f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['remote_rows']:.3f}",
-            "-" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %",
+            f"{100 * row['hidden']:.0f} %" if "hidden" in row else "-",
         ])  # fmt: skip
     lines += _table(head, rows)
     for row in found["rows"]:

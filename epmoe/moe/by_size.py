@@ -29,9 +29,10 @@ class Cost:
         return self.latency_us + wire_bytes / (1e3 * self.gb_per_s)
 
 
-# Measured: gloo between two processes on one machine; NCCL and p2p on two H200 over NVLink.
+# Measured: gloo between two processes on one machine; on two H200, p2p and padded in replayed graphs, alltoall as the
+# host launches it and waits for it.
 GLOO = {"alltoall": Cost(900, 1.5), "oneshot": Cost(600, 1.5), "padded": Cost(600, 1.5)}
-NCCL = {"alltoall": Cost(110, 330), "padded": Cost(60, 330), "p2p": Cost(15, 330)}
+NCCL = {"alltoall": Cost(2200, 250), "padded": Cost(50, 260), "p2p": Cost(30, 260)}
 
 
 def costs_from(text: str, source: str) -> dict[str, Cost]:
