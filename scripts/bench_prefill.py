@@ -22,6 +22,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from epmoe.checkpoint import Loader  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 
@@ -36,7 +37,7 @@ def main() -> int:
     folder, load = lib.shape_folder(args.layers), lib.kept(lib.random_load)
     for name in args.cases.split(","):
         try:
-            report["cases"].append(case(name, folder, load, args.rounds))
+            report["cases"].append(case(name, folder, load, args))
             show(report["cases"][-1], report["ceilings"])
         except Exception:
             traceback.print_exc()
@@ -47,7 +48,8 @@ def main() -> int:
     return 0
 
 
-def case(name: str, folder: str, load, rounds: int) -> dict:
+def case(name: str, folder: str, load: Loader, args: argparse.Namespace) -> dict:
+    rounds = args.rounds
     prompts, rest = name.split("x")
     length, budget = map(int, rest.split(":"))
     room, count = length + 64, int(prompts)
@@ -56,10 +58,12 @@ def case(name: str, folder: str, load, rounds: int) -> dict:
         num_blocks=count * -(-room // 64), combine="reduce",
     )  # fmt: skip
     seconds = [prefill(engine, count, length, seed) for seed in range(rounds + 1)][1:]  # the first one compiles
+    breakdown = {"us": {}, "kernels": 0, "top": []}
     try:
-        breakdown = lib.kernel_breakdown(lambda: prefill(engine, count, length, rounds + 1), 1)
+        if not args.plain:
+            breakdown = lib.kernel_breakdown(lambda: prefill(engine, count, length, rounds + 1), 1)
     except Exception as error:  # a profiler that fails costs the breakdown, not the case
-        breakdown = {"us": {}, "kernels": 0, "top": [], "error": repr(error)}
+        breakdown["error"] = repr(error)
     middle = sorted(seconds)[rounds // 2]
     chunks = [(start, min(budget, length - start)) for start in range(0, length, budget)] * count
     flops = lib.prefill_flops(engine.model, chunks, count)
@@ -103,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="16x1024:16384,1x16384:4096")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="without the breakdown by kernels")
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

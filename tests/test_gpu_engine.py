@@ -9,6 +9,7 @@ import pytest
 import torch
 from drive import Script, all_blocks_free, drive, merge
 from tiny_checkpoints import FAMILIES, save_tiny
+from tokenizers import Tokenizer
 
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
@@ -58,11 +59,17 @@ def test_embedded_model_agrees_with_the_cpu_run():
     )
 
 
+TEXTS = (
+    "The",
+    "Die Datei wird gelesen, und",
+    "def main(argv):\n    return len(argv)\n\n\ndef read(path):\n    with open(path) as f:",
+)
+
+
 def test_real_checkpoint_agrees_with_the_cpu_run(shared_dir):
-    rng = np.random.default_rng(1)
-    check_against_cpu(
-        str(shared_dir / "models" / "small32x4"), [rng.integers(0, 400, n).tolist() for n in (1, 30, 100)]
-    )
+    folder = shared_dir / "models" / "small32x4"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    check_against_cpu(str(folder), [tokenizer.encode(text).ids for text in TEXTS])
 
 
 def check_against_cpu(model: str, prompts: list[list[int]]) -> None:
