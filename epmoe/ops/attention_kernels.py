@@ -268,7 +268,7 @@ def _launch(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: float) -> None
         TMA=tma,
         num_warps=tiling.warps,
         num_stages=pipeline_stages(tiling, q_THd.dtype, tma),
-        maxnreg=tiling.registers,
+        maxnreg=tiling.registers if q_THd.dtype != torch.float32 else None,
         **pdl_options(q_THd),
     )
     if work.split:
