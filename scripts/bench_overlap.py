@@ -280,9 +280,9 @@ def main() -> int:
     parser.add_argument("--auto", default="", help="sizes at which the cost model decides, e.g. 1,2,4,...,8192")
     parser.add_argument("--timeline", metavar="FILE", help="a trace of the last size of --tokens, for ui.perfetto.dev")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--ctas", type=int, default=16)
+    parser.add_argument("--ctas", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", default="60,60", help="warm-up and timed milliseconds of each measurement")
+    parser.add_argument("--ms", default="100,100", help="warm-up and timed milliseconds of each measurement")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = {"note": NOTE.format(ctas=args.ctas), "device": torch.cuda.get_device_name(), "cases": [], "auto": []}
