@@ -56,8 +56,8 @@ NAMINGS = (  # first match wins; parts of a step by the names of their kernels
     ("router", r"_route"),
     ("pairs to experts", r"_place_|_count_kernel|_schedule|index_build|histogram"),
     ("expert sum", r"weighted_sum|combine"),
-    ("linear (qkv, o, router logits, head)", r"gemm|gemv|nvjet|cutlass|splitK|cublas|_linear"),
-    ("sampling", r"argmax|reduce_kernel.*ArgMax|_draw|ArgMax"),
+    ("linear (qkv, o, router logits, head)", r"gemm|gemv|nvjet|cutlass|splitK|cublas|_linear|^_vector_kernel"),
+    ("sampling", r"_draw_|_pick_|_cut_"),
 )
 
 
