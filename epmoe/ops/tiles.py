@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
+from epmoe.ops.launch import sm_count
 from epmoe.ops.moe_index import block_rows
 from epmoe.ops.specialised_gemm import takes_specialised
 
@@ -49,7 +50,7 @@ BY_MEAN = (
 
 def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
     """Tiles for ``pairs`` (row, choice) pairs over the slots of ``weights`` (an upper bound will do)."""
-    slots, _, features = weights.down.shape
+    slots, hidden, features = weights.down.shape
     plain = rows_RD.dtype == torch.float32 or not takes_descriptors(weights, rows_RD.device)
     if deterministic:
         # One tile whatever the batch: a row's bits are then the same in any company.
@@ -65,6 +66,9 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
             return Choice(16, POINTERS, POINTERS, vector)
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    if rows == 64 and pairs <= rows * slots and slots * hidden < 128 * sm_count(rows_RD.device):
+        # Fewer tiles of the second product than SMs: smaller blocks make more of them.
+        rows, gate_up, down = 32, STREAM, STREAM
     if gate_up.specialised and not takes_specialised(rows_RD.device, rows_RD.shape[1]):
         gate_up, down = BLOCKED_128, BLOCKED_128
     return Choice(rows, gate_up, down, vector)
