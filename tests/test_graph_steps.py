@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from epmoe.engine.graphs import graph_sizes, padded_size
+from epmoe.config import EngineConfig
+from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind, graph_sizes, padded_size
 from epmoe.engine.staging import HostCopy, Staging, buffer_bytes, views
 
 
@@ -18,6 +19,27 @@ def test_padding_wastes_little(most):
         size = padded_size(count, sizes)
         assert count <= size <= max(count + 7, 1.25 * count)
     assert padded_size(1, sizes) == 1, "one sequence has kernels of its own"
+
+
+def header(tokens: int, decodes: bool, homes=()) -> Header:
+    return Header(3, tokens, int(decodes), 1, 100, 7, 0, homes)
+
+
+def test_all_ranks_run_the_same_kind_of_step():
+    """A graph only if every rank can, of the busiest rank's size; a rank without tokens can."""
+    engine = EngineConfig("model", device="cuda", max_requests=64)
+    assert agreed_kind([header(5, True), header(0, True)], engine, True) == Kind(1, 8, 8)
+    assert agreed_kind([header(5, True), header(9, False)], engine, True) == Kind(1, 9)
+    assert agreed_kind([header(5, True), header(64, True)], engine, True) == Kind(1, 64, 64)
+    assert agreed_kind([header(5, True), header(6, True)], engine, False) == Kind(1, 6)
+    assert agreed_kind([header(0, True), header(0, True)], engine, True) is None
+    two = EngineConfig("model", device="cuda", max_requests=64, overlap="on")
+    assert agreed_kind([header(5, False), header(9, True)], two, True).lanes == 2
+
+
+def test_headers_travel_whole():
+    for homes in ((), tuple((n, n % 3) for n in range(HEADER_MOVES))):
+        assert Header.unpack(header(9, True, homes).pack()) == header(9, True, homes)
 
 
 def test_inputs_arrive_as_they_were():

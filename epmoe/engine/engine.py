@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
-import numpy as np
 import torch
 
 from epmoe.checkpoint import Loader, load_weights
 from epmoe.comm import Comm
 from epmoe.config import EngineConfig, ModelConfig, check_engine
-from epmoe.engine.graphs import graph_sizes, is_decode, padded_size
+from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind
+from epmoe.engine.graphs import is_decode
 from epmoe.engine.home import RankLoad, assign_home
 from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
 from epmoe.engine.probe import ProbeScores
 from epmoe.engine.request import Request, SamplingParams
-from epmoe.engine.runner import Kind, Launched, Runner
-from epmoe.engine.scheduler import Chunk, Scheduler, longest, most_in_lane
+from epmoe.engine.runner import Launched, Runner
+from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
 from epmoe.moe.by_size import costs_from
 from epmoe.moe.calibrate import measure_stages
 from epmoe.moe.exchange import Exchange, ExchangeShape, Traffic
-from epmoe.moe.lane_cost import StageTimes, choose_lanes
 from epmoe.moe.open_exchange import open_exchange
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.tuned import Tuned
@@ -38,40 +37,6 @@ from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 from placement.errors import UserError
 from placement.homes import Affinity, score_prompt
 from placement.plan import Plan, linear_plan
-
-HEADER_FIELDS = 32
-HEADER_NUMBERS = 8  # fields ahead of the homes
-HEADER_MOVES = (HEADER_FIELDS - HEADER_NUMBERS) // 2  # homes that one rank can announce in one step
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a rank tells the others at the start of a step; travels as int64[32].
-
-    ``decodes``: 1 if all its tokens are decodes (also if it has none), which a graph can run.
-    """
-
-    step: int
-    tokens: int
-    decodes: int
-    unfinished: int
-    queued_tokens: int
-    free_blocks: int
-    payload_bytes: int
-    homes: tuple[tuple[int, int], ...] = ()  # (request id, its home) as a probe decided
-
-    def pack(self) -> np.ndarray:
-        *numbers, homes = astuple(self)
-        fields = np.zeros(HEADER_FIELDS, np.int64)
-        fields[:HEADER_NUMBERS] = (*numbers, len(homes))
-        fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * len(homes)] = np.array(homes, np.int64).ravel()
-        return fields
-
-    @staticmethod
-    def unpack(fields: np.ndarray) -> Header:
-        *numbers, count = fields[:HEADER_NUMBERS].tolist()
-        homes = fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * count].reshape(-1, 2).tolist()
-        return Header(*numbers, tuple(map(tuple, homes)))
 
 
 @dataclass(frozen=True)
@@ -345,28 +310,6 @@ def exchange_report(exchange: Exchange, before: Traffic) -> dict:
         "exchange_notes": getattr(exchange, "notes", []),
         "traffic": traffic.report(exchange.shape.row_bytes),
     }
-
-
-def agreed_kind(
-    headers: list[Header], engine: EngineConfig, graphs: bool, times: StageTimes | None = None
-) -> Kind | None:
-    """What sort of step it is on every rank; ``None`` if no rank has a token.
-
-    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens and,
-    with ``overlap`` "auto", the slowest rank gains by it as stages take ``times`` (None: not known, one lane).
-    """
-    most = max(header.tokens for header in headers)
-    if most == 0:
-        return None
-    if graphs and all(header.decodes for header in headers):
-        size = padded_size(most, graph_sizes(engine.max_requests))
-        return Kind(1, size, size)
-    lanes = 1
-    if engine.overlap == "on" and most > 1 and len(headers) > 1:
-        lanes = 2
-    elif engine.overlap == "auto" and times is not None:
-        lanes = choose_lanes(tuple(header.tokens for header in headers), times)
-    return Kind(lanes, most if lanes == 1 else most_in_lane(most))
 
 
 def read_affinity(engine: EngineConfig, model: ModelConfig, world: int) -> Affinity | None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
+from epmoe.engine.agreement import graph_sizes
 from epmoe.engine.drawing import draw_arrays
 from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import Staging, buffer_bytes, views
@@ -26,23 +27,6 @@ from epmoe.model.decoder import Batch, Decoder, RoutingObserver
 from epmoe.moe.timeline import Marks
 from epmoe.ops.decode_batch import DecodeBatch, DecodeShape, decode_batch
 from epmoe.ops.draw import Draws, draw
-
-SMALL = (1, 2, 4)
-EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
-
-
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """Padded sizes for up to ``most`` sequences, ascending: close enough that padding wastes little."""
-    sizes, size = [n for n in SMALL if n < most], 0
-    while size < most:
-        size += next(step for limit, step in EVERY if size < limit)
-        sizes.append(min(size, most))
-    return tuple(sizes)
-
-
-def padded_size(count: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds ``count`` sequences."""
-    return next(size for size in sizes if size >= count)
 
 
 def is_decode(chunk: Chunk) -> bool:

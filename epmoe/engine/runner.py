@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
+from epmoe.engine.agreement import Kind
 from epmoe.engine.drawing import Logprobs, draw_arrays, logprobs, sample_row
 from epmoe.engine.graphs import DecodeGraphs, Ran
 from epmoe.engine.scheduler import Chunk, split_lanes
@@ -17,16 +18,6 @@ from epmoe.model.decoder import Batch, Decoder, RoutingObserver
 from epmoe.ops.attention import AttentionBatch
 from epmoe.ops.draw import Draws, draw
 from epmoe.ops.sampling import sample
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What sort of step it is, the same on every rank: one or two lanes, or (``padded`` > 0) decodes only, run as the
-    graph of that many sequences. ``tokens``: no lane of any rank has more."""
-
-    lanes: int
-    tokens: int
-    padded: int = 0
 
 
 @dataclass(frozen=True)

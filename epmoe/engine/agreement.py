@@ -1,0 +1,94 @@
+"""What the ranks agree on before a step: their headers, and the kind of step that follows from them on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from epmoe.config import EngineConfig
+from epmoe.engine.scheduler import most_in_lane
+from epmoe.moe.lane_cost import StageTimes, choose_lanes
+
+HEADER_FIELDS = 32
+HEADER_NUMBERS = 8  # fields ahead of the homes
+HEADER_MOVES = (HEADER_FIELDS - HEADER_NUMBERS) // 2  # homes that one rank can announce in one step
+SMALL = (1, 2, 4)
+EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank tells the others at the start of a step; travels as int64[32].
+
+    ``decodes``: 1 if all its tokens are decodes (also if it has none), which a graph can run.
+    """
+
+    step: int
+    tokens: int
+    decodes: int
+    unfinished: int
+    queued_tokens: int
+    free_blocks: int
+    payload_bytes: int
+    homes: tuple[tuple[int, int], ...] = ()  # (request id, its home) as a probe decided
+
+    def pack(self) -> np.ndarray:
+        *numbers, homes = astuple(self)
+        fields = np.zeros(HEADER_FIELDS, np.int64)
+        fields[:HEADER_NUMBERS] = (*numbers, len(homes))
+        fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * len(homes)] = np.array(homes, np.int64).ravel()
+        return fields
+
+    @staticmethod
+    def unpack(fields: np.ndarray) -> Header:
+        *numbers, count = fields[:HEADER_NUMBERS].tolist()
+        homes = fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * count].reshape(-1, 2).tolist()
+        return Header(*numbers, tuple(map(tuple, homes)))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sort of step it is, the same on every rank: one or two lanes, or (``padded`` > 0) decodes only, run as the
+    graph of that many sequences. ``tokens``: no lane of any rank has more."""
+
+    lanes: int
+    tokens: int
+    padded: int = 0
+
+
+def agreed_kind(
+    headers: list[Header], engine: EngineConfig, graphs: bool, times: StageTimes | None = None
+) -> Kind | None:
+    """What sort of step it is on every rank; ``None`` if no rank has a token.
+
+    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens and,
+    with ``overlap`` "auto", the slowest rank gains by it as stages take ``times`` (None: not known, one lane).
+    """
+    most = max(header.tokens for header in headers)
+    if most == 0:
+        return None
+    if graphs and all(header.decodes for header in headers):
+        size = padded_size(most, graph_sizes(engine.max_requests))
+        return Kind(1, size, size)
+    lanes = 1
+    if engine.overlap == "on" and most > 1 and len(headers) > 1:
+        lanes = 2
+    elif engine.overlap == "auto" and times is not None:
+        lanes = choose_lanes(tuple(header.tokens for header in headers), times)
+    return Kind(lanes, most if lanes == 1 else most_in_lane(most))
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Padded sizes for up to ``most`` sequences, ascending: close enough that padding wastes little."""
+    sizes, size = [n for n in SMALL if n < most], 0
+    while size < most:
+        size += next(step for limit, step in EVERY if size < limit)
+        sizes.append(min(size, most))
+    return tuple(sizes)
+
+
+def padded_size(count: int, sizes: Sequence[int]) -> int:
+    """The smallest size that holds ``count`` sequences."""
+    return next(size for size in sizes if size >= count)
