@@ -74,7 +74,7 @@ def make_inputs(shape: Shape, tokens: int, routing: str, dtype=torch.bfloat16) -
 def layer(x_TD, logits_TE, weights: Weights, shape: Shape, choice, exact=False, options=DEFAULT):
     """The whole layer on one rank, logits to combined output."""
     weight_TK, expert_TK = route_triton(logits_TE, RULE, shape.top_k)
-    index = build_index_triton(expert_TK, shape.experts, choice.rows)
+    index = build_index_triton(expert_TK, shape.experts, choice.rows, choice.tail)
     if exact:
         rows = expert_mlp_triton(x_TD, index, weights, options, choice)
         return weighted_sum_triton(rows, index.pos_RK, weight_TK)

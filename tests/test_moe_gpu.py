@@ -12,11 +12,13 @@ from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum, expert_sum_of_one
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.router import route, route_to_slots
-from epmoe.ops.tiles import BLOCKED_128, BY_MEAN, SPECIALISED, Choice
+from epmoe.ops.tiles import BLOCKED_128, BY_MEAN, NOT_SPECIALISED, SPECIALISED, TAIL, Choice
 
 pytestmark = pytest.mark.gpu
-CANDIDATES = list(dict.fromkeys((rows, config) for _, rows, *configs in BY_MEAN for config in configs))
+TABLES = (*BY_MEAN, *NOT_SPECIALISED)
+CANDIDATES = list(dict.fromkeys((rows, config) for _, rows, *configs in TABLES for config in configs))
 WHOLE_BLOCKS = Choice(128, SPECIALISED, SPECIALISED)
+WITH_TAIL = replace(WHOLE_BLOCKS, tail=TAIL)
 ACTIVATIONS = {
     "silu": functional.silu,
     "relu": functional.relu,
@@ -108,7 +110,7 @@ def test_deterministic_rows_do_not_depend_on_the_batch(dtype):
         assert torch.equal(outputs(rows, 3), whole[rows])
 
 
-@pytest.mark.parametrize("choice", [None, WHOLE_BLOCKS])
+@pytest.mark.parametrize("choice", [None, WHOLE_BLOCKS, WITH_TAIL])
 def test_num_sms_changes_nothing(choice):
     weights, _ = moe_cases.make_experts(6, 256, 192, torch.bfloat16, "cuda")
     x_RD = torch.randn(400, 256, device="cuda", dtype=torch.bfloat16)
@@ -120,7 +122,7 @@ def test_num_sms_changes_nothing(choice):
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("choice", [WHOLE_BLOCKS, Choice(128, BLOCKED_128, BLOCKED_128)])
+@pytest.mark.parametrize("choice", [WHOLE_BLOCKS, WITH_TAIL, Choice(128, BLOCKED_128, BLOCKED_128)])
 def test_activations_in_whole_and_short_blocks(choice, act):
     """Blocks of 128 pairs, and last ones of up to 32, up to 64 and more; rows of absent pairs are NaN."""
     weights, plain = moe_cases.make_experts(5, 144, 320, torch.bfloat16, "cuda")

@@ -176,7 +176,7 @@ def expert_mlp_triton(
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
-    index = with_block_rows(index, choice.rows)
+    index = with_block_rows(index, choice.rows, choice.tail)
     act_MF = gate_up_triton(rows_RD, index, weights, choice.gate_up, options.act, options.num_sms)
     return down_triton(act_MF, index, weights, choice.down, options.num_sms)
 

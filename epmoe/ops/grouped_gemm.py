@@ -92,6 +92,7 @@ def launch(kernel, operands: tuple, index: MoEIndex, out: torch.Tensor, config: 
     start early and wait on just those SMs.
     """
     blocks, device = index.blocks, out.device
+    assert not blocks.tail, blocks
     width = out.shape[1] * more.pop("rows_per_column", 1)
     sms = min(num_sms, sm_count(device)) if num_sms else sm_count(device)
     grid = min(sms * config.per_sm, blocks.slot_B.numel() * triton.cdiv(width, config.cols))

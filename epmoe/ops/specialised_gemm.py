@@ -6,8 +6,9 @@ rows by TMA (second GEMM) or by a gather of four warps (first).  They meet at ST
 *empty* barrier: the n-th use of a buffer waits for parity ``n & 1`` of *full* and the opposite of *empty*.  Loads thus
 run on across tiles and under the epilogue.
 
-The last block of a slot may be short.  One of at most 64 or 32 pairs is multiplied with the weights as the left
-operand: tensor-core work then is that of 64 or 32 pairs.
+With TAIL the last block of a slot may hold up to TAIL pairs more than 128 (`BlockSchedule`): these are multiplied
+beside the 128, with the same weights as the left operand, and so is a block of at most TAIL pairs.  That saves a second
+pass over the weights where slots have about 128 pairs; where they have more, it costs more power than it saves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else as
 
 @gluon.jit
 def _locate(tile, n_tiles, schedule, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Tile number -> slot, first pair, end of the slot's pairs, column block (as in grouped_gemm.py)."""
+    """Tile number -> slot, first pair, end of the block's pairs, column block (as in grouped_gemm.py)."""
     offset_ptr, block_offset_ptr, block_slot_ptr = schedule
     slot = gl.load(block_slot_ptr + tile // n_tiles)
     block = gl.load(block_offset_ptr + slot)
@@ -49,71 +50,113 @@ def _locate(tile, n_tiles, schedule, ROWS: gl.constexpr, GROUP: gl.constexpr):
     group = local // (GROUP * n_tiles)
     height = gl.minimum(blocks - group * GROUP, GROUP)
     local -= group * GROUP * n_tiles
-    first = gl.load(offset_ptr + slot) + (group * GROUP + local % height) * ROWS
-    return slot, first, gl.load(offset_ptr + slot + 1), local // height
+    mine = group * GROUP + local % height
+    first = gl.load(offset_ptr + slot) + mine * ROWS
+    stop = gl.where(mine == blocks - 1, gl.load(offset_ptr + slot + 1), first + ROWS)
+    return slot, first, stop, local // height
 
 
 @gluon.jit
-def _fetch(a, w_desc, row_ptr, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr):
-    """The producer.  A gathering thread copies 16 bytes of every 16th row; rows beyond the slot's pairs are zeros."""
-    a_bufs, w_bufs, out_bufs = bufs
+def _rows(a, row_ptr, first, stop, width, ROWS: gl.constexpr, DEPTH: gl.constexpr):
+    """Pointers to the hidden rows of a block's pairs; a thread has 16 bytes of every 16th row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    pair = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, LAYOUT))
+    row = gl.load(row_ptr + pair, mask=pair < stop, other=0)
+    return a + row.to(gl.int64)[:, None] * width + k[None, :], (pair < stop)[:, None], k
+
+
+@gluon.jit
+def _gather(a, w_desc, row_ptr, bufs, full, empty, schedule, sizes, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    """The producer of the first GEMM; rows beyond the block's pairs are zeros."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
     ROWS: gl.constexpr = a_bufs.shape[1]
     DEPTH: gl.constexpr = a_bufs.shape[2]
     COLS: gl.constexpr = w_bufs.shape[1]
     STAGES: gl.constexpr = a_bufs.shape[0]
-    BYTES: gl.constexpr = DEPTH * (w_bufs.dtype.primitive_bitwidth // 8)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tiles, n_tiles, slot_rows, width, out_width = sizes
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, LAYOUT))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         slot, first, stop, n = _locate(tile, n_tiles, schedule, ROWS, GROUP)
-        if ACT is not None:
-            row = gl.load(row_ptr + first + i, mask=first + i < stop, other=0)
-            ptrs = a + row.to(gl.int64)[:, None] * width + k[None, :]
-            live = (first + i < stop)[:, None]
+        ptrs, live, k = _rows(a, row_ptr, first, stop, width, ROWS, DEPTH)
+        few = stop - first <= TAIL
+        tail = few | (stop - first > ROWS)
+        if TAIL > 0:
+            t_ptrs, t_live, t_k = _rows(a, row_ptr, first + gl.where(few, 0, ROWS), stop, width, TAIL, DEPTH)
         for at in range(0, width, DEPTH):
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            if ACT is not None:
-                mbarrier.expect(full.index(s), COLS * BYTES)
-            else:
-                mbarrier.expect(full.index(s), (COLS + ROWS) * BYTES)
-                tma_load(a, [first, at], full.index(s), a_bufs.index(s))
+            mbarrier.expect(full.index(s), COLS * DEPTH * 2)
             tma_load(w_desc, [slot * slot_rows + n * COLS, at], full.index(s), w_bufs.index(s))
-            if ACT is not None:
-                gather_load(a_bufs.index(s), ptrs, mask=live & (at + k < width)[None, :])
-                async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-                ptrs += DEPTH
+            inside = (at + k < width)[None, :]
+            if TAIL == 0:
+                gather_load(a_bufs.index(s), ptrs, mask=live & inside)
+            else:
+                if not few:
+                    gather_load(a_bufs.index(s), ptrs, mask=live & inside)
+                if tail:
+                    gather_load(t_bufs.index(s), t_ptrs, mask=t_live & (at + t_k < width)[None, :])
+                t_ptrs += DEPTH
+            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            ptrs += DEPTH
             step += 1
 
 
 @gluon.jit
-def _products(bufs, full, empty, step, width, PAIRS: gl.constexpr, GATHERED: gl.constexpr, HALF: gl.constexpr):
-    """This warpgroup's products of one tile, one of them left in flight while the next buffer is awaited.
-
-    All 128 pairs: half of the pairs by all weight rows.  Fewer: half of the weight rows by the first PAIRS pairs.
-    """
-    a_bufs, w_bufs, out_bufs = bufs
+def _fetch(a, t_desc, w_desc, bufs, full, empty, schedule, sizes, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    """The producer of the second GEMM, all by TMA: rows beyond the block's pairs are the next block's, or garbage."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
+    ROWS: gl.constexpr = a_bufs.shape[1]
+    DEPTH: gl.constexpr = a_bufs.shape[2]
+    COLS: gl.constexpr = w_bufs.shape[1]
     STAGES: gl.constexpr = a_bufs.shape[0]
-    WHOLE: gl.constexpr = a_bufs.shape[1] == PAIRS
-    H: gl.constexpr = a_bufs.shape[1] // 2 if WHOLE else w_bufs.shape[1] // 2
-    WIDE: gl.constexpr = w_bufs.shape[1] if WHOLE else PAIRS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    acc = gl.zeros([H, WIDE], gl.float32, layout=MMA)
+    tiles, n_tiles, slot_rows, width, out_width = sizes
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        slot, first, stop, n = _locate(tile, n_tiles, schedule, ROWS, GROUP)
+        few = stop - first <= TAIL
+        for at in range(0, width, DEPTH):
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+            if TAIL == 0:
+                mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2)
+                tma_load(a, [first, at], full.index(s), a_bufs.index(s))
+            else:
+                if few:
+                    mbarrier.expect(full.index(s), (COLS + TAIL) * DEPTH * 2)
+                    tma_load(t_desc, [first, at], full.index(s), t_bufs.index(s))
+                else:
+                    if stop - first > ROWS:
+                        mbarrier.expect(full.index(s), (COLS + TAIL + ROWS) * DEPTH * 2)
+                        tma_load(t_desc, [first + ROWS, at], full.index(s), t_bufs.index(s))
+                    else:
+                        mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2)
+                    tma_load(a, [first, at], full.index(s), a_bufs.index(s))
+            tma_load(w_desc, [slot * slot_rows + n * COLS, at], full.index(s), w_bufs.index(s))
+            step += 1
+
+
+@gluon.jit
+def _wait_full(full, step, STAGES: gl.constexpr, GATHERED: gl.constexpr):
+    s = step % STAGES
+    mbarrier.wait(full.index(s), (step // STAGES) & 1)
+    if GATHERED:
+        fence_async_shared()  # the gathered rows were not written by the async proxy, which wgmma reads with
+    return s
+
+
+@gluon.jit
+def _whole(bufs, full, empty, step, width, GATHERED: gl.constexpr, HALF: gl.constexpr):
+    """Half of the 128 pairs by all weight rows; one product stays in flight while the next buffer is awaited."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
+    STAGES: gl.constexpr = a_bufs.shape[0]
+    COLS: gl.constexpr = w_bufs.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    acc = gl.zeros([64, COLS], gl.float32, layout=MMA)
     for at in range(0, width, a_bufs.shape[2]):
-        s = step % STAGES
-        mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        if GATHERED:
-            fence_async_shared()  # the gathered rows were not written by the async proxy, which wgmma reads with
-        if WHOLE:
-            left = a_bufs.index(s).slice(HALF * H, H)
-            right = w_bufs.index(s).permute((1, 0))
-        else:
-            left = w_bufs.index(s).slice(HALF * H, H)
-            right = a_bufs.index(s).slice(0, PAIRS).permute((1, 0))
-        acc = warpgroup_mma(left, right, acc, use_acc=at > 0, is_async=True)
+        s = _wait_full(full, step, STAGES, GATHERED)
+        rows = a_bufs.index(s).slice(HALF * 64, 64)
+        acc = warpgroup_mma(rows, w_bufs.index(s).permute((1, 0)), acc, use_acc=at > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
         if at > 0:
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
@@ -121,6 +164,53 @@ def _products(bufs, full, empty, step, width, PAIRS: gl.constexpr, GATHERED: gl.
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     return acc, step
+
+
+@gluon.jit
+def _tail_alone(bufs, full, empty, step, width, GATHERED: gl.constexpr, HALF: gl.constexpr):
+    """Half of the weight rows by the tail's pairs."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
+    STAGES: gl.constexpr = a_bufs.shape[0]
+    TAIL: gl.constexpr = t_bufs.shape[1]
+    SIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+    acc = gl.zeros([128, TAIL], gl.float32, layout=SIDE)
+    for at in range(0, width, a_bufs.shape[2]):
+        s = _wait_full(full, step, STAGES, GATHERED)
+        weights = w_bufs.index(s).slice(HALF * 128, 128)
+        acc = warpgroup_mma(weights, t_bufs.index(s).permute((1, 0)), acc, use_acc=at > 0, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+        if at > 0:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        step += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc, step
+
+
+@gluon.jit
+def _both(bufs, full, empty, step, width, GATHERED: gl.constexpr, HALF: gl.constexpr):
+    """`_whole` and `_tail_alone` over the same weights."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
+    STAGES: gl.constexpr = a_bufs.shape[0]
+    COLS: gl.constexpr = w_bufs.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    TAIL: gl.constexpr = t_bufs.shape[1]
+    SIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+    acc = gl.zeros([64, COLS], gl.float32, layout=MMA)
+    tail = gl.zeros([128, TAIL], gl.float32, layout=SIDE)
+    for at in range(0, width, a_bufs.shape[2]):
+        s = _wait_full(full, step, STAGES, GATHERED)
+        rows = a_bufs.index(s).slice(HALF * 64, 64)
+        weights = w_bufs.index(s)
+        acc = warpgroup_mma(rows, weights.permute((1, 0)), acc, is_async=True)
+        tail = warpgroup_mma(weights.slice(HALF * 128, 128), t_bufs.index(s).permute((1, 0)), tail, is_async=True)
+        acc, tail = warpgroup_mma_wait(num_outstanding=2, deps=[acc, tail])
+        if at > 0:
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        step += 1
+    acc, tail = warpgroup_mma_wait(num_outstanding=0, deps=[acc, tail])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    return acc, tail, step
 
 
 @gluon.jit
@@ -181,24 +271,40 @@ def _finish_whole(acc, out, buf, first, stop, n, width, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _finish_short(acc, out_ptr, first, stop, n, width, ACT: gl.constexpr, HALF: gl.constexpr):
+def _finish_tail(acc, out, buf, first, stop, n, width, ACT: gl.constexpr, HALF: gl.constexpr):
     """acc [128 weight rows, pairs]; its two halves of 64 rows lie in one thread's registers."""
-    COLUMNWISE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROWWISE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    out_ptr = out[1]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = acc.reshape([2, 64, acc.shape[1]]).permute([1, 2, 0]).split()
     if ACT is not None:
         value = _activate(left, right, ACT).to(dtype).permute([1, 0])
-        _store(value, out_ptr, first, stop, n * 128 + HALF * 64, width, COLUMNWISE)
+        _store(value, out_ptr, first, stop, n * 128 + HALF * 64, width, ROWWISE)
     else:
         column = n * 256 + HALF * 128
-        _store(left.to(dtype).permute([1, 0]), out_ptr, first, stop, column, width, COLUMNWISE)
-        _store(right.to(dtype).permute([1, 0]), out_ptr, first, stop, column + 64, width, COLUMNWISE)
+        turned = buf.slice(0, acc.shape[1])
+        tma.store_wait(0)
+        turned.permute((1, 0)).store(left.to(dtype))
+        _store(turned.load(ROWWISE), out_ptr, first, stop, column, width, ROWWISE)
+        turned.permute((1, 0)).store(right.to(dtype))
+        _store(turned.load(ROWWISE), out_ptr, first, stop, column + 64, width, ROWWISE)
 
 
 @gluon.jit
-def _multiply(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+def _multiply(
+    out,
+    bufs,
+    full,
+    empty,
+    schedule,
+    sizes,
+    ACT: gl.constexpr,
+    GROUP: gl.constexpr,
+    TAIL: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """One of the two multiplying warpgroups."""
-    a_bufs, w_bufs, out_bufs = bufs
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
     ROWS: gl.constexpr = a_bufs.shape[1]
     GATHERED: gl.constexpr = ACT is not None
     buf = out_bufs.index(HALF)
@@ -206,32 +312,60 @@ def _multiply(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP:
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         slot, first, stop, n = _locate(tile, n_tiles, schedule, ROWS, GROUP)
-        if stop - first > 64:
-            acc, step = _products(bufs, full, empty, step, width, ROWS, GATHERED, HALF)
-            _finish_whole(acc, out, buf, first + HALF * 64, stop, n, out_width, ACT)
-        elif stop - first > 32:
-            acc64, step = _products(bufs, full, empty, step, width, 64, GATHERED, HALF)
-            _finish_short(acc64, out[1], first, stop, n, out_width, ACT, HALF)
+        mine = first + HALF * 64
+        if TAIL == 0:
+            acc, step = _whole(bufs, full, empty, step, width, GATHERED, HALF)
+            _finish_whole(acc, out, buf, mine, stop, n, out_width, ACT)
         else:
-            acc32, step = _products(bufs, full, empty, step, width, 32, GATHERED, HALF)
-            _finish_short(acc32, out[1], first, stop, n, out_width, ACT, HALF)
+            if stop - first > ROWS:
+                acc, tail, step = _both(bufs, full, empty, step, width, GATHERED, HALF)
+                _finish_whole(acc, out, buf, mine, stop, n, out_width, ACT)
+                _finish_tail(tail, out, buf, first + ROWS, stop, n, out_width, ACT, HALF)
+            elif stop - first > TAIL:
+                acc, step = _whole(bufs, full, empty, step, width, GATHERED, HALF)
+                _finish_whole(acc, out, buf, mine, stop, n, out_width, ACT)
+            else:
+                tail, step = _tail_alone(bufs, full, empty, step, width, GATHERED, HALF)
+                _finish_tail(tail, out, buf, first, stop, n, out_width, ACT, HALF)
     if ACT is None:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _first_half(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr):
-    _multiply(out, bufs, full, empty, schedule, sizes, ACT, GROUP, 0)
+def _first_half(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    _multiply(out, bufs, full, empty, schedule, sizes, ACT, GROUP, TAIL, 0)
 
 
 @gluon.jit
-def _second_half(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr):
-    _multiply(out, bufs, full, empty, schedule, sizes, ACT, GROUP, 1)
+def _second_half(out, bufs, full, empty, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr, TAIL: gl.constexpr):
+    _multiply(out, bufs, full, empty, schedule, sizes, ACT, GROUP, TAIL, 1)
+
+
+@gluon.jit
+def _load(
+    a,
+    t_desc,
+    w_desc,
+    row_ptr,
+    bufs,
+    full,
+    empty,
+    schedule,
+    sizes,
+    ACT: gl.constexpr,
+    GROUP: gl.constexpr,
+    TAIL: gl.constexpr,
+):
+    if ACT is not None:
+        _gather(a, w_desc, row_ptr, bufs, full, empty, schedule, sizes, GROUP, TAIL)
+    else:
+        _fetch(a, t_desc, w_desc, bufs, full, empty, schedule, sizes, GROUP, TAIL)
 
 
 @gluon.jit(do_not_specialize=["L"])
 def specialised_gemm_kernel(
     a,
+    t_desc,
     w_desc,
     out_desc,
     out_ptr,
@@ -243,8 +377,10 @@ def specialised_gemm_kernel(
     out_width,
     ACT: gl.constexpr,
     GROUP: gl.constexpr,
+    TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     A_LAYOUT: gl.constexpr,
+    T_LAYOUT: gl.constexpr,
     GATHER_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
@@ -257,6 +393,9 @@ def specialised_gemm_kernel(
     DEPTH: gl.constexpr = w_desc.block_shape[1]
     a_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, 128, DEPTH], A_LAYOUT)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, COLS, DEPTH], w_desc.layout)
+    t_bufs = a_bufs
+    if TAIL > 0:
+        t_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TAIL, DEPTH], T_LAYOUT)
     out_bufs = a_bufs
     if ACT is None:
         out_bufs = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], out_desc.layout)
@@ -271,13 +410,13 @@ def specialised_gemm_kernel(
     n_tiles = (slot_rows + COLS - 1) // COLS
     tiles = gl.load(schedule[1] + L) * n_tiles
     sizes = (tiles, n_tiles, slot_rows, width, out_width)
-    bufs = (a_bufs, w_bufs, out_bufs)
+    bufs = (a_bufs, t_bufs, w_bufs, out_bufs)
     out = (out_desc, out_ptr)
     gl.warp_specialize(
         [
-            (_first_half, (out, bufs, full, empty, schedule, sizes, ACT, GROUP)),
-            (_second_half, (out, bufs, full, empty, schedule, sizes, ACT, GROUP)),
-            (_fetch, (a, w_desc, row_ptr, bufs, full, empty, schedule, sizes, ACT, GROUP)),
+            (_first_half, (out, bufs, full, empty, schedule, sizes, ACT, GROUP, TAIL)),
+            (_second_half, (out, bufs, full, empty, schedule, sizes, ACT, GROUP, TAIL)),
+            (_load, (a, t_desc, w_desc, row_ptr, bufs, full, empty, schedule, sizes, ACT, GROUP, TAIL)),
         ],
         [4, GATHER_WARPS],
         REGISTERS,
@@ -292,7 +431,7 @@ def takes_specialised(device: torch.device, hidden: int) -> bool:
 def specialised_gemm(
     a: torch.Tensor, index: MoEIndex, weight_LND: torch.Tensor, act: str | None, group: int, num_sms: int = 0
 ) -> torch.Tensor:
-    """One grouped GEMM over blocks of 128 pairs, in pair order, rounded to the model dtype.
+    """One grouped GEMM over blocks of 128 pairs (and a tail of 0 or 32), in pair order, rounded to the model dtype.
 
     Args:
         a: with ``act`` hidden rows ``[R, D]``; else activated features ``[M, F]`` in pair order.
@@ -300,18 +439,20 @@ def specialised_gemm(
         act: activation of the first GEMM, whose result is ``[M, F]``; None for the second, ``[M, D]``.
         group: pair blocks whose tiles run side by side.
     """
-    assert (index.blocks.rows, index.blocks.tail) == (ROWS, 0), index.blocks
+    tail = index.blocks.tail
+    assert index.blocks.rows == ROWS and tail in (0, 32), index.blocks
     slots, rows, width = weight_LND.shape
     assert width % LANES == 0, width
     a = a if a.data_ptr() % 16 == 0 else a.clone()
     element = gl.bfloat16 if a.dtype == torch.bfloat16 else gl.float16
     out = a.new_empty((index.row_M.numel(), rows // 2 if act else rows))
-    a_layout, w_layout, out_layout = (
-        gl.NVMMASharedLayout.get_default_for([n, DEPTH], element) for n in (ROWS, COLS, 64)
+    a_layout, w_layout, out_layout, t_layout = (
+        gl.NVMMASharedLayout.get_default_for([n, DEPTH], element) for n in (ROWS, COLS, 64, tail or 32)
     )
     sms = sm_count(out.device)
     specialised_gemm_kernel[(min(num_sms, sms) if num_sms else sms,)](
         a if act else TensorDescriptor.from_tensor(a, [ROWS, DEPTH], a_layout),
+        None if act or not tail else TensorDescriptor.from_tensor(a, [tail, DEPTH], t_layout),
         TensorDescriptor.from_tensor(weight_LND.view(-1, width), [COLS, DEPTH], w_layout),
         None if act else TensorDescriptor.from_tensor(out, [64, 64], out_layout),
         out,
@@ -323,8 +464,10 @@ def specialised_gemm(
         out.shape[1],
         ACT=act,
         GROUP=group,
+        TAIL=tail,
         STAGES=STAGES,
         A_LAYOUT=a_layout,
+        T_LAYOUT=t_layout,
         GATHER_WARPS=4 if act else 1,
         REGISTERS=(208, 88) if act else (240, 24),
         num_warps=4,

@@ -21,12 +21,16 @@ PINNED_ROWS = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """Tiles of both GEMMs for blocks of ``rows`` pairs; ``vector`` = (cols, depth, warps) of both vector kernels."""
+    """Tiles of both GEMMs for blocks of ``rows`` pairs; ``vector`` = (cols, depth, warps) of both vector kernels.
+
+    ``tail``: pairs that the last block of a slot may hold besides (specialised tiles only).
+    """
 
     rows: int
     gate_up: TileConfig
     down: TileConfig
     vector: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
+    tail: int = 0
 
 
 PLAIN = TileConfig(cols=128, depth=32, warps=4, stages=2)
@@ -40,12 +44,10 @@ BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
 SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
 
 # By mean pairs per slot, up to: block rows, gate_up, down.  From scripts/bench_moe.py on one H200 (docs/results).
-BY_MEAN = (
-    (12, 16, STREAM, STREAM_TWO),
-    (24, 32, STREAM, STREAM),
-    (160, 64, BLOCKED_64, NARROW),
-    (float("inf"), 128, BLOCKED_128, BLOCKED_128),
-)
+FEW = ((12, 16, STREAM, STREAM_TWO), (24, 32, STREAM, STREAM))
+NOT_SPECIALISED = (*FEW, (160, 64, BLOCKED_64, NARROW), (float("inf"), 128, BLOCKED_128, BLOCKED_128))
+BY_MEAN = NOT_SPECIALISED
+MOST_WITH_TAIL, TAIL = 160, 32
 
 
 def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
@@ -65,10 +67,12 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
         if rows_RD.dtype != torch.float32 and pairs <= 24 * slots:
             return Choice(16, POINTERS, POINTERS, vector)
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
-    _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
-    if rows == 64 and pairs <= rows * slots and slots * hidden < 128 * sm_count(rows_RD.device):
+    few_tiles = slots * hidden < 128 * sm_count(rows_RD.device)
+    specialised = takes_specialised(rows_RD.device, hidden) and not few_tiles
+    by_mean = BY_MEAN if specialised else NOT_SPECIALISED
+    _, rows, gate_up, down = next(row for row in by_mean if pairs <= row[0] * slots)
+    if rows == 64 and pairs <= rows * slots and few_tiles:
         # Fewer tiles of the second product than SMs: smaller blocks make more of them.
         rows, gate_up, down = 32, STREAM, STREAM
-    if gate_up.specialised and not takes_specialised(rows_RD.device, rows_RD.shape[1]):
-        gate_up, down = BLOCKED_128, BLOCKED_128
-    return Choice(rows, gate_up, down, vector)
+    tail = TAIL if gate_up.specialised and pairs <= MOST_WITH_TAIL * slots else 0
+    return Choice(rows, gate_up, down, vector, tail)
