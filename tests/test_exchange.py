@@ -32,10 +32,10 @@ KINDS = ["alltoall", "oneshot", "padded"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_random_layers(rank_pool, world, kind):
     rng = np.random.default_rng(world)
-    cases = [random_case(rng, world, exchange=kind) for _ in range(8 if world == 8 else 24)]
+    cases = [random_case(rng, world, exchange=kind) for _ in range(24)]
     rank_pool(world).run(run_cases, cases)
 
 
