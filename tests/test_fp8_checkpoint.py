@@ -15,6 +15,7 @@ from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
 from epmoe.layout import empty_weights
+from epmoe.moe.exchange import Received
 from epmoe.moe.layer import MoELayer
 from epmoe.ops.experts_fp8 import dequantize_gate_up, expert_mlp_fp8_ref
 from epmoe.ops.fp8 import FP8, dequantize
@@ -66,8 +67,8 @@ def test_experts_are_kept_with_their_scales(pair):
 def test_the_layer_runs_kept_experts_as_such(pair):
     weights = load(pair[0], keep_fp8=True)[0].layers[0].mlp
     layer = MoELayer(0, weights, None, 2, None, None, False)
-    received = type("Received", (), {"rows_RD": torch.randn(5, 128), "summed": False})
-    received.index = build_index_ref(moe_cases.slots_of("some", 5, 2, 2), 2)
+    index = build_index_ref(moe_cases.slots_of("some", 5, 2, 2), 2)
+    received = Received(torch.randn(5, 128), 5, 10, 10, None, index, None)
     want = expert_mlp_fp8_ref(received.rows_RD, received.index, weights.experts)
     assert torch.equal(layer.experts(received), want)
 
