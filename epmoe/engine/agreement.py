@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -80,6 +81,7 @@ def agreed_kind(
     return Kind(lanes, most if lanes == 1 else most_in_lane(most))
 
 
+@lru_cache
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Padded sizes for up to ``most`` sequences, ascending: close enough that padding wastes little."""
     sizes, size = [n for n in SMALL if n < most], 0
