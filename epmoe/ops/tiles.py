@@ -46,8 +46,13 @@ SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=Tru
 # By mean pairs per slot, up to: block rows, gate_up, down.  From scripts/bench_moe.py on one H200 (docs/results).
 FEW = ((12, 16, STREAM, STREAM_TWO), (24, 32, STREAM, STREAM))
 NOT_SPECIALISED = (*FEW, (160, 64, BLOCKED_64, NARROW), (float("inf"), 128, BLOCKED_128, BLOCKED_128))
-BY_MEAN = NOT_SPECIALISED
-MOST_WITH_TAIL, TAIL = 160, 32
+BY_MEAN = (
+    *FEW,
+    (88, 64, BLOCKED_64, NARROW),
+    (160, 128, SPECIALISED, SPECIALISED),
+    (float("inf"), 128, BLOCKED_128, BLOCKED_128),
+)
+TAIL = 32
 
 
 def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
@@ -74,5 +79,5 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
     if rows == 64 and pairs <= rows * slots and few_tiles:
         # Fewer tiles of the second product than SMs: smaller blocks make more of them.
         rows, gate_up, down = 32, STREAM, STREAM
-    tail = TAIL if gate_up.specialised and pairs <= MOST_WITH_TAIL * slots else 0
+    tail = TAIL if gate_up.specialised else 0
     return Choice(rows, gate_up, down, vector, tail)
