@@ -73,6 +73,10 @@ def require_writable(*paths: str | None) -> None:
     """Refuse an output that cannot be written before hours are spent on what goes into it."""
     for path in (Path(p) for p in paths if p is not None and p != "-"):
         parent = path.parent
+        try:
+            path.exists()
+        except OSError as error:  # a name that is too long, say
+            raise UserError(f"cannot write {str(path):.60}: {error.strerror}; give another path") from None
         if path.is_dir():
             raise UserError(f"cannot write {path}: it is a folder; name a file")
         if not parent.is_dir():
