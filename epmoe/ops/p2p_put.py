@@ -33,7 +33,7 @@ class PutOptions:
 
     programs: int = 16
     rows: int = 8
-    summed: int = 6
+    summed: int = 4
     warps: int = 0
 
 
@@ -519,7 +519,7 @@ def combine_put(
             D=layout.hidden,
             BLOCK=columns,
             U=options.summed,
-            num_warps=options.warps or max(4, min(16, columns // 512)),
+            num_warps=options.warps or max(4, min(32, columns // 256)),
             **pdl_options(out_MD),
         )
     else:
