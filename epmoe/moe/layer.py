@@ -57,7 +57,8 @@ class MoELayer:
         """``valid_T``: bool, rows that are tokens; a row of padding gets slots of -1 and is sent nowhere."""
         weights = self.weights
         if self.rule.float32_logits:
-            logits_TE = linear(x_TD.float(), weights.router.float(), weights.router_bias, tiled=self.tiled)
+            router_ED = weights.router.float()  # the input's cast lies between: see `linear_vector_triton`
+            logits_TE = linear(x_TD.float(), router_ED, weights.router_bias, tiled=self.tiled)
         else:
             logits_TE = linear(x_TD, weights.router, weights.router_bias, tiled=self.tiled)
         where = (self.serve_slot_E, valid_T)

@@ -94,7 +94,8 @@ def vector_down_kernel(
 ):
     """COLS columns of ``out[m]``, or (REDUCE) of ``y = sum_j mix[j] * out[pos[j]]`` without rounding in between.
 
-    The index was written two kernels ahead, so the first weights are fetched before this kernel's wait.
+    The index was written two kernels ahead, so the first weights are fetched before this kernel's wait: the kernel
+    between, `vector_gate_up_kernel`, lets this one start only when the index is complete.
     """
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, DEPTH)

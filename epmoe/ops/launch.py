@@ -30,6 +30,8 @@ def start_next_and_wait(PDL: tl.constexpr):
     """Let the kernel behind start at once, then wait: its weights come in while the kernels ahead still run.
 
     Only where that kernel reads before its own wait nothing that any kernel wrote: weights, or what the host sent.
+    What a kernel writes need not wait for more than the kernel ahead: that one has ended only when its own wait is
+    over, and so on up the stream.  Hence every program waits, also one without work.
     """
     if PDL:
         gdc_launch_dependents()

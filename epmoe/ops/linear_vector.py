@@ -47,7 +47,11 @@ def _vector_kernel(
 def linear_vector_triton(
     x_1D: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` for exactly one row; accumulates in float32."""
+    """``x @ weight.T + bias`` for exactly one row; accumulates in float32.
+
+    ``weight_ND`` is read before the kernels ahead have ended: if it was computed just now, a kernel of an ordinary
+    launch must lie between.
+    """
     (rows, D), N = x_1D.shape, weight_ND.shape[0]
     assert rows == 1 and x_1D.is_contiguous() and weight_ND.is_contiguous(), f"{x_1D.shape}, {weight_ND.stride()}"
     out_1N = torch.empty((1, N), dtype=x_1D.dtype, device=x_1D.device)
