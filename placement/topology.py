@@ -139,7 +139,7 @@ def two_level(
 ) -> Topology:
     """``nodes`` x ``gpus_per_node`` GPUs, node-major; ``intra`` and ``inter`` are (bytes/s, seconds) of a link."""
     if nodes < 1 or gpus_per_node < 1 or nodes * gpus_per_node > MOST_GPUS:
-        raise UserError(f"{nodes} nodes x {gpus_per_node} GPUs: both at least 1, together at most {MOST_GPUS}")
+        raise UserError(f"{nodes} nodes x {gpus_per_node} GPUs: both must be at least 1, together at most {MOST_GPUS}")
     ranks = nodes * gpus_per_node
     node_W = np.repeat(np.arange(nodes), gpus_per_node)
     same_WW = node_W[:, None] == node_W
