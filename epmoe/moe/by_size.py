@@ -40,17 +40,17 @@ def costs_from(text: str, source: str) -> dict[str, Cost]:
     try:
         raw = json.loads(text)
         costs = {name: Cost(float(each["latency_us"]), float(each["gb_per_s"])) for name, each in raw["costs"].items()}
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         rule = 'expected {"costs": {exchange: {"latency_us", "gb_per_s"}}}'
         raise UserError(f"{source} is no calibration; {rule}, as bench_exchange.py --calibrate writes") from None
-    if bad := [name for name, cost in costs.items() if cost.latency_us < 0 or not cost.gb_per_s > 0]:
+    if bad := [name for name, cost in costs.items() if not cost.latency_us >= 0 or not cost.gb_per_s > 0]:
         raise UserError(f"{source} has a negative time or no bandwidth for {', '.join(bad)}; calibrate again")
     return costs
 
 
 def wire_bytes(name: str, shape: ExchangeShape, world: int, tokens: int) -> float:
     """Bytes that a rank sends in a dispatch and a combine when every rank has ``tokens`` tokens, its own included."""
-    layout = block_layout(shape, world, tokens, exact=shape.capacity_factor == 0)
+    layout = block_layout(shape, world, tokens, exact=name == "oneshot")
     rows = tokens * world * (1 - (1 - 1 / world) ** shape.top_k)
     answers = rows if shape.combine == "reduce" else tokens * shape.top_k
     if name in ("oneshot", "padded"):

@@ -15,7 +15,7 @@ from epmoe.moe.padded import Padded
 from placement.errors import UserError
 
 KINDS = {"alltoall": AllToAll, "oneshot": OneShot, "padded": Padded}
-PADDED_TOKENS = 512  # buffers of ``auto`` for padded blocks: W blocks of so many rows, twice for each lane
+PADDED_TOKENS = 512  # ``auto`` takes padded blocks up to here or as far as graphs go; W blocks of so many rows, twice
 
 
 def open_exchange(
@@ -59,7 +59,8 @@ def _by_size(comm: Comm, shape: ExchangeShape, costs: Mapping[str, Cost]) -> ByS
         except NoPeerMemory as error:
             notes.append(str(error))
             if comm.on_nccl:
-                options.insert(0, Padded(comm, replace(shape, max_tokens=min(shape.max_tokens, PADDED_TOKENS))))
+                most = min(shape.max_tokens, max(PADDED_TOKENS, shape.graph_tokens))
+                options.insert(0, Padded(comm, replace(shape, max_tokens=most)))
     else:
         options.insert(0, OneShot(comm, shape))
     return BySize(options, {**defaults, **costs}, notes)

@@ -69,6 +69,7 @@ class Padded(RaisesItself):
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         self.layout = block_layout(self.shape, self.comm.world, tokens, exact)
         most = block_layout(self.shape, self.comm.world, tokens, True)
+        self.bound = most.rows
         self.may_overflow = self.layout.rows < most.rows or self.layout.answers < most.answers
         if self.may_overflow:
             self._over.zero_()
@@ -80,7 +81,7 @@ class Padded(RaisesItself):
         self.comm.at.stage = "dispatch"
         layout, (send, receive) = self.layout, self._buffers[lane]
         x_TD = self.shape.as_sent(x_TD)
-        assert len(x_TD) <= self.shape.max_tokens, f"{len(x_TD)} tokens, the buffers are for {self.shape.max_tokens}"
+        assert len(x_TD) <= self.bound, f"{len(x_TD)} tokens in a step of at most {self.bound}"
         blocks = _blocks(send, layout.block_rows, layout)
         packed = pack_rows(x_TD, slot_TK, weight_TK, layout, blocks)
         payload = self.comm.all_to_all_blocks(_blocks(receive, layout.block_rows, layout), blocks)
@@ -96,6 +97,7 @@ class Padded(RaisesItself):
         words_W4, slot_WN, weight_WN = layout.header(blocks)
         if self.may_overflow:
             self._over |= words_W4[:, OVERFLOW].any()
+            packed.count_5W[0].clamp_(max=layout.rows)  # the others were not sent
         self._sum_5W += packed.count_5W  # on the device: replays of a graph count too
         rows, top_k = layout.world * layout.block_rows, layout.top_k
         slot_WBK = torch.full((layout.world, layout.block_rows, top_k), -1, dtype=torch.int32, device=blocks.device)
@@ -149,8 +151,8 @@ def block_layout(shape: ExchangeShape, world: int, tokens: int, exact: bool) -> 
     answers = rows * most_pairs
     if shape.capacity_factor and not exact:
         hit = 1 - (1 - 1 / world) ** shape.top_k
-        rows = min(rows, ceil(shape.capacity_factor * rows * hit))
-        answers = min(rows * most_pairs, ceil(shape.capacity_factor * tokens * shape.top_k / world))
+        rows = ceil(min(rows, shape.capacity_factor * rows * hit))
+        answers = ceil(min(rows * most_pairs, shape.capacity_factor * tokens * shape.top_k / world))
     reduce = shape.combine == "reduce"
     answers = rows if reduce else max(answers, 1)
     return BlockLayout(world, rows, answers, shape.top_k, shape.hidden, shape.dtype, shape.slots_per_rank, reduce)
