@@ -42,9 +42,11 @@ def config(tmp_path_factory):
 @pytest.mark.parametrize("budget, sizes", [(300, (1, 16, 64, 256)), (70, (1, 16, 64, 70)), (1, None)])
 def test_all_ranks_measure_the_same_table(rank_pool, config, budget, sizes):
     """``num_blocks`` holds 256 tokens. What travelled meanwhile is in no report."""
-    found = rank_pool(2).run(measured, config | {"max_batch_tokens": budget, "max_requests": 1})
+    settings = config | {"max_batch_tokens": budget, "max_requests": 1, "exchange": "auto"}
+    found = rank_pool(2).run(measured, settings)
     (times, report), (other, _) = found
     assert times == other and report["sent_rows"] == [0, 0] and report["traffic"]["tokens"] == 0
+    assert set(report["exchange_steps"].values()) == {0}
     if sizes is None:
         assert times is None
         return

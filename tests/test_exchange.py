@@ -116,7 +116,7 @@ def test_a_token_is_sent_once_per_distinct_rank(rank_pool, kind):
         assert traffic.tokens == case.tokens_W[rank]
         row_bytes = case.hidden * 4
         assert (traffic.dispatch_bytes_W >= traffic.rows_W * row_bytes).all()
-        report = traffic.report(row_bytes)
+        report = traffic.report()
         assert 0 <= report["padding"] <= 1 and report["fan_out"] == pytest.approx(sum(rows) / max(1, traffic.tokens))
 
 
@@ -133,12 +133,29 @@ def overflow(comm, case: Case) -> tuple[bool, bool, bool]:
     )
     y = exchange.combine_end(exchange.combine_begin(run_experts(case, local, received), route), mine.add_TD)
     assert y.shape == mine.x_TD.shape and not y.isnan().any(), "a dropped row brought NaN"
-    flag = bool(exchange.overflowed())
+    flag, room = bool(exchange.overflowed()), exchange.layout.rows
+    traffic = exchange.traffic()
+    assert (traffic.rows_W <= room).all() and 0 <= traffic.report()["padding"] <= 1, "dropped rows count as sent"
     if not flag:
         check_answer(comm, case, plan, mine, y)
     exchange.begin_step(max(case.tokens_W), exact=True)
     run_case(comm, replace(case, capacity_factor=0.0), Exact(exchange))
     return could, flag, exchange.may_overflow
+
+
+def more_than_agreed(comm, case: Case) -> str:
+    plan = layer_plan(case, comm.world)
+    exchange, mine = open_exchange(comm, shape_of(case, plan), "padded"), home_tokens(case, plan, comm.rank)
+    exchange.begin_step(3)
+    try:
+        exchange.dispatch_begin(mine.x_TD, mine.slot_TK, mine.weight_TK)
+    except AssertionError as error:
+        return str(error)
+    return "rows past the agreed number were dropped"
+
+
+def test_padded_blocks_take_no_more_than_was_agreed(rank_pool):
+    assert rank_pool(2).run(more_than_agreed, Case(seed=44, tokens_W=(5, 5))) == ["5 tokens in a step of at most 3"] * 2
 
 
 class Exact:
@@ -174,7 +191,8 @@ def test_overflow_is_seen_by_all_and_loses_nothing(rank_pool, case, flag, combin
 def local_and_others(comm, case: Case) -> None:
     plan = layer_plan(case, 1)
     for kind in (AllToAll, Padded, LocalExchange):
-        run_case(comm, case, kind(comm, shape_of(case, plan)))
+        traffic = run_case(comm, case, kind(comm, shape_of(case, plan))).traffic()
+        assert (traffic.tokens == 0) == (kind is LocalExchange), "a replayed graph would not count"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,7 +239,7 @@ def overflow_script() -> Script:
 def test_a_run_that_overflows_is_the_run_that_does_not(tmp_path, rank_pool, overlap):
     """Same tokens and loads; some steps ran twice."""
     model = str(save_tiny(tmp_path, "qwen2_moe", num_experts=10, top_k=3))
-    config = {"model": model, "ranks": 2, "max_model_len": 128, "num_blocks": 64, "overlap": "on" if overlap else "off"}
+    config = {"model": model, "ranks": 2, "max_model_len": 128, "num_blocks": 64, "overlap": overlap}
     config |= {"deterministic": True, "exchange": "alltoall", "max_batch_tokens": 64}
     plain = rank_pool(2).run(drive, config, overflow_script())
     tight = rank_pool(2).run(drive, config | {"exchange": "padded", "capacity_factor": 0.8}, overflow_script())

@@ -85,7 +85,7 @@ class Engine:
         self.stage_times = None
         if engine.overlap == "auto" and comm.world > 1:
             self.stage_times = measure_stages(decoder, cache, engine.max_batch_tokens, engine.max_model_len)
-        self.rehearsed = Traffic.none(comm.world) + exchange.traffic()
+        self.rehearsed = Traffic.none(comm.world) + exchange.traffic(), dict(getattr(exchange, "steps", {}))
         if engine.timeline:
             decoder.timeline = Timeline(comm)
         self.runner = Runner(decoder, cache, engine, observe)
@@ -144,7 +144,7 @@ class Engine:
             "preemptions": self.scheduler.preemptions,
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
-            **exchange_report(self.runner.decoder.exchange, self.rehearsed),
+            **exchange_report(self.runner.decoder.exchange, *self.rehearsed),
         }
 
     # -- parts of a step ----------------------------------------------------------------------------------------
@@ -299,16 +299,17 @@ def exchange_shape(engine: EngineConfig, model: ModelConfig, plan: Plan) -> Exch
     )
 
 
-def exchange_report(exchange: Exchange, before: Traffic) -> dict:
-    """What travelled since ``before``."""
+def exchange_report(exchange: Exchange, before: Traffic, steps_before: dict[str, int]) -> dict:
+    """What travelled, and which exchanges a choice by size took, since ``before``."""
     traffic = exchange.traffic() - before
+    steps = getattr(exchange, "steps", {})
     return {
         "sent_rows": traffic.rows_W.tolist(),
         "exchange": exchange.name,
-        "exchange_steps": getattr(exchange, "steps", {}),  # of a choice by size
+        "exchange_steps": {name: count - steps_before[name] for name, count in steps.items()},
         "exchange_bytes": exchange.buffer_bytes,
         "exchange_notes": getattr(exchange, "notes", []),
-        "traffic": traffic.report(exchange.shape.row_bytes),
+        "traffic": traffic.report(),
     }
 
 

@@ -164,6 +164,7 @@ class AllToAll(RaisesItself):
 
     def _count(self, sizes: Sizes, bytes_W: list[int]) -> None:
         self._traffic.rows_W += sizes.rows_W
+        self._traffic.hidden_bytes += sum(sizes.rows_W) * self.shape.row_bytes
         self._traffic.pairs_W += sizes.pairs_W
         self._traffic.dispatch_bytes_W += bytes_W
 

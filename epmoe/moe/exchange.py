@@ -109,7 +109,8 @@ class Traffic:
     """Counters of one rank since the start, for reports; W entries by peer, this rank included.
 
     ``rows_W`` rows sent on dispatch, ``pairs_W`` (token, choice) pairs among them; ``dispatch_bytes_W`` and
-    ``combine_bytes_W`` bytes on the wire, padding and metadata included; ``tokens`` dispatched.
+    ``combine_bytes_W`` bytes on the wire, padding and metadata included; ``tokens`` dispatched; ``hidden_bytes`` of the
+    dispatched ones are hidden rows.
     """
 
     rows_W: np.ndarray
@@ -117,6 +118,7 @@ class Traffic:
     dispatch_bytes_W: np.ndarray
     combine_bytes_W: np.ndarray
     tokens: int = 0
+    hidden_bytes: int = 0
 
     @staticmethod
     def none(world: int) -> Traffic:
@@ -130,10 +132,10 @@ class Traffic:
         mine, theirs = vars(self), vars(other)
         return Traffic(**{key: mine[key] - theirs[key] for key in mine})
 
-    def report(self, row_bytes: int) -> dict:
+    def report(self) -> dict:
         """As JSON; ``fan_out`` is distinct ranks per token, ``padding`` the share of dispatched bytes that are no
         hidden rows."""
-        sent, used = int(self.dispatch_bytes_W.sum()), int(self.rows_W.sum()) * row_bytes
+        sent = int(self.dispatch_bytes_W.sum())
         return {
             "tokens": self.tokens,
             "rows": self.rows_W.tolist(),
@@ -141,7 +143,7 @@ class Traffic:
             "dispatch_bytes": self.dispatch_bytes_W.tolist(),
             "combine_bytes": self.combine_bytes_W.tolist(),
             "fan_out": int(self.rows_W.sum()) / max(self.tokens, 1),
-            "padding": 1 - used / sent if sent else 0.0,
+            "padding": 1 - self.hidden_bytes / sent if sent else 0.0,
         }
 
 

@@ -26,7 +26,7 @@ class Local:
 
 class LocalExchange(RaisesItself):
     """The answer's rows are the experts' rows, so both combine modes are the same sum; in reduce mode the experts form
-    that of a single token themselves, in one kernel with their second product."""
+    that of a single token themselves, in one kernel with their second product.  There is no traffic to count."""
 
     name = "local"
     capturable = True
@@ -36,7 +36,6 @@ class LocalExchange(RaisesItself):
     def __init__(self, comm: Comm, shape: ExchangeShape) -> None:
         assert comm.world == 1, f"{comm.world} ranks need an exchange that reaches them"
         self.comm, self.shape = comm, shape
-        self._traffic = Traffic.none(1)
         self._count_W: dict[int, torch.Tensor] = {}  # by number of rows
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
@@ -46,9 +45,7 @@ class LocalExchange(RaisesItself):
         return None
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0) -> Local:
-        x_TD = self.shape.as_sent(x_TD)
-        self._traffic.tokens += len(x_TD)
-        return Local(x_TD, slot_TK, weight_TK)
+        return Local(self.shape.as_sent(x_TD), slot_TK, weight_TK)
 
     def dispatch_send(self, sending: Local) -> Local:
         return sending
@@ -73,6 +70,4 @@ class LocalExchange(RaisesItself):
         return weighted_sum(returning.out_MD, returning.pos_TK, returning.weight_TK, add_TD)
 
     def traffic(self) -> Traffic:
-        self._traffic.rows_W[0] = self._traffic.tokens
-        self._traffic.pairs_W[0] = self._traffic.tokens * self.shape.top_k
-        return self._traffic
+        return Traffic.none(1)

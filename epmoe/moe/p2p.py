@@ -146,8 +146,9 @@ class P2P:
             state = layout.view(lane.buffer, "state", torch.int64, STATE).tolist()
             rows_W, _, pairs_W = layout.view(lane.buffer, "sent", torch.int64, 3, layout.world).cpu().numpy()
             back_W = rows_W if layout.reduce else pairs_W
-            moved_W = rows_W * layout.sent_bytes + state[POSITIONS] * position
-            total += Traffic(rows_W, pairs_W, moved_W, back_W * layout.row_bytes, state[TOKENS])
+            sent_W = rows_W * layout.sent_bytes
+            moved_W = sent_W + state[POSITIONS] * position
+            total += Traffic(rows_W, pairs_W, moved_W, back_W * layout.row_bytes, state[TOKENS], int(sent_W.sum()))
         return total
 
     def failure(self) -> Failure | None:

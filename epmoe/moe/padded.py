@@ -140,7 +140,8 @@ class Padded(RaisesItself):
 
     def traffic(self) -> Traffic:
         rows, pairs, tokens, sent, returned = self._sum_5W.cpu().numpy()
-        return Traffic(rows, pairs, sent * self.shape.row_bytes, returned * self.shape.row_bytes, int(tokens[0]))
+        size = self.shape.row_bytes
+        return Traffic(rows, pairs, sent * size, returned * size, int(tokens[0]), int(rows.sum()) * size)
 
 
 def block_layout(shape: ExchangeShape, world: int, tokens: int, exact: bool) -> BlockLayout:
