@@ -133,8 +133,10 @@ class PeerMemory:
     def gone(self) -> int | None:
         """A rank whose process has ended."""
         held = {process: rank for rank, process in enumerate(self.processes) if process is not None}
-        ended = select.select(list(held), [], [], 0)[0]
-        return min((held[process] for process in ended), default=None)
+        watcher = select.poll()  # not select(), whose descriptors end at 1023
+        for process in held:
+            watcher.register(process, select.POLLIN)
+        return min((held[process] for process, _ in watcher.poll(0)), default=None)
 
 
 def open_buffers(comm: Comm, size: int) -> PeerMemory:

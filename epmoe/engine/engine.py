@@ -197,6 +197,7 @@ class Engine:
         counters = [each for each in (self.loads, self.probes) if each is not None]
         saved, last_token = [each.saved() for each in counters], self.runner.last_token.clone()
         launched = self.runner.launch(chunks, kind)
+        self.comm.at.stage = "overflow"
         if not HostCopy(exchange.overflowed()).numpy().any():
             return launched
         self.reruns += 1
@@ -208,6 +209,7 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], launched: Launched) -> list[Output]:
         started = time.perf_counter()
+        self.comm.at.stage = "commit"  # where a host waits for a device that waits for other ranks
         tokens, extra = launched.tokens(), launched.extra()
         self.runner.decoder.exchange.raise_if_failed()
         self.wait_seconds += time.perf_counter() - started

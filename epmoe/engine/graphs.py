@@ -97,6 +97,7 @@ class DecodeGraphs:
         timeline = self.decoder.timeline
         if timeline is not None:
             timeline.before(at.marks)
+        self.decoder.exchange.comm.at.stage = "graph"
         at.graph.replay()
         if timeline is not None:
             timeline.ran(at.marks)
