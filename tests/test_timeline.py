@@ -15,7 +15,8 @@ from epmoe.comm import Comm
 from epmoe.config import EngineConfig
 from epmoe.engine.engine import Engine
 from epmoe.engine.worker import timeline_messages
-from epmoe.moe.timeline import COMPUTE, TRAVEL, Span, hidden_of
+from epmoe.moe.overlap import ATTENTION, Step
+from epmoe.moe.timeline import COMPUTE, TRAVEL, UNREAD, Span, Timeline, hidden_of
 from launch.timeline import write_timeline
 
 LAYER = ("attention", "router", "dispatch", "shared", "arrive", "experts", "combine", "sum")
@@ -42,6 +43,19 @@ def test_waiting_for_rows_is_no_compute():
 def test_communication_of_two_lanes_at_once_counts_once():
     spans = [span("dispatch", 0, 10), span("dispatch", 5, 15, lane=1), span("attention", 0, 30)]
     assert hidden_of(spans)[-1].communication == hidden_of(spans)[-1].beside == 15
+
+
+def test_steps_are_read_as_they_go(monkeypatch):
+    """However long a run is, what a timeline holds is bounded, and it says that it is full."""
+    monkeypatch.setattr("epmoe.moe.timeline.MOST_SPANS", 50)
+    timeline = Timeline(Comm(0, 1, torch.device("cpu")))
+    for step in range(200):
+        timeline.comm.at.step = step
+        with timeline.forward():
+            timeline.begin(Step(ATTENTION, 0), 0)
+            timeline.end(Step(ATTENTION, 0), 0)
+    assert timeline.full and len(timeline._unread) <= UNREAD
+    assert [span.step for span in timeline.read()] == list(range(50))
 
 
 def _drive(comm: Comm, config: dict, script: Script) -> list[dict]:

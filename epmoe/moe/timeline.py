@@ -24,6 +24,7 @@ COMPUTE, TRAVEL = "compute", "travel"
 COMMUNICATION = ("dispatch", "send", "combine")
 WAITING = ("arrive", "sum")
 MOST_SPANS = 200_000  # of one rank
+UNREAD = 32  # steps whose times wait to be read; the device has long finished older ones
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Timeline:
         """``marks`` were launched in the present step (`before` comes before a second time)."""
         marks.number = self.comm.at.step
         self._unread.append(marks)
+        if len(self._unread) > UNREAD:
+            self._read(self._unread.popleft())
 
     def before(self, marks: Marks) -> None:
         """Call before a graph is replayed: its last replay's times are read while they are there."""
