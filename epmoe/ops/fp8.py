@@ -77,8 +77,3 @@ def quantize_rows_triton(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         grid = (tokens, triton.cdiv(hidden // BLOCK, runs))
         _quantize_kernel[grid](x_TD, out_TD, scale_TB, hidden, RUNS=runs, num_warps=4, **pdl_options(x_TD))
     return out_TD, scale_TB
-
-
-def quantize_rows(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows_ref`; the kernel on CUDA."""
-    return (quantize_rows_triton if x_TD.is_cuda else quantize_rows_ref)(x_TD)

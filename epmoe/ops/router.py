@@ -64,11 +64,6 @@ class RouterRule:
         if not 1 <= self.top_groups <= self.groups:
             raise ValueError(f"{self.top_groups} of {self.groups} expert groups cannot be selected")
 
-    @property
-    def selects_logits(self) -> bool:
-        """Whether experts are selected by raw logit."""
-        return self.score in ("topk_softmax", "topk_sigmoid", "sparsemixer")
-
 
 def route_ref(
     logits_TE: torch.Tensor, rule: RouterRule, top_k: int, bias_E: torch.Tensor | None = None
