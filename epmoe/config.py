@@ -179,7 +179,8 @@ class EngineConfig:
         model: the checkpoint's folder.
         ranks: W.
         combine: "exact" (placement never changes a token) or "reduce" (fewer bytes, equal to rounding).
-        exchange: how rows travel: "alltoall", "padded", "p2p", or "auto" (see ``moe.open_exchange``).
+        exchange: how rows travel: "alltoall", "oneshot" (CPU), "padded", "p2p" (GPU), or "auto" (see
+            ``moe.open_exchange``).
         wire: rows on their way to the experts: "model" dtype, or "fp8" (8 bits, a scale per 128 columns).
         capacity_factor: of the padded exchange, rows kept for each pair of ranks over the rows that even routing sends;
             a step that needs more runs again with exact sizes. 0 keeps a row for every token.
@@ -246,6 +247,9 @@ class EngineConfig:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise UserError(f"{key} is {getattr(self, key)!r}; use one of {', '.join(allowed)}")
+        needed = {"oneshot": "cpu", "p2p": "cuda"}.get(self.exchange, self.device)
+        if self.ranks > 1 and self.device != needed:
+            raise UserError(f"exchange is {self.exchange!r}, for ranks on {needed}; on {self.device} use auto")
         sizes = ("max_batch_tokens", "max_requests", "max_model_len", "block_size", "num_blocks")
         for key in ("ranks", "threads", "stall_seconds", *sizes):
             if (value := getattr(self, key)) is not None and value < 1:

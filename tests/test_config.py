@@ -245,6 +245,8 @@ def test_engine_values_are_checked(key, value):
 def test_engine_values_that_contradict_each_other():
     assert "max_requests 9" in message_of(EngineConfig, model="m", max_requests=9, max_batch_tokens=8)
     assert "deterministic" in message_of(EngineConfig, model="m", deterministic=True, combine="reduce")
+    for exchange, device in (("oneshot", "cuda"), ("p2p", "cpu")):
+        assert f"on {device} use auto" in message_of(EngineConfig, model="m", ranks=2, exchange=exchange, device=device)
 
 
 def test_engine_and_model_must_fit():
