@@ -1,9 +1,18 @@
 """The order in which a rank visits its peers."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
+from tiny_checkpoints import save_tiny
 
-from epmoe.moe.peer_order import matched_order, rotated_order, round_rows
+from epmoe.comm import Comm
+from epmoe.config import EngineConfig
+from epmoe.engine.engine import Engine
+from epmoe.moe.alltoall import AllToAll
+from epmoe.moe.oneshot import OneShot
+from epmoe.moe.peer_order import expected_rows, matched_order, rotated_order, round_rows
+from placement.plan import MoEShape, make_plan
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
@@ -35,3 +44,36 @@ def test_skewed_traffic_takes_no_longer_than_in_rotation():
         assert mine <= rotation
         shorter += mine < 0.98 * rotation
     assert shorter >= 10
+
+
+def test_expected_rows_are_the_mean_over_all_choices():
+    slots = [[[0, 1, 2], [3, 0], [4, 5]], [[0], [1, 2, 3, 4], [5, 4]]]
+    plan = make_plan(MoEShape((0, 1), 6, 2), 3, slots)
+    rows = np.zeros((3, 3))
+    pairs = list(combinations(range(6), 2))
+    for home in range(3):
+        for layer in range(2):
+            serve_E = plan.serve_rank_WLE[home, layer]
+            for chosen in pairs:
+                for rank in set(serve_E[list(chosen)].tolist()):
+                    rows[home, rank] += 1 / (2 * len(pairs))
+    assert expected_rows(plan) == pytest.approx(rows)
+    assert len(set(rows.ravel().round(9).tolist())) > 3
+
+
+def told(comm: Comm, config: dict) -> list[tuple[str, np.ndarray]]:
+    heard, before = [], AllToAll.expect_traffic
+    AllToAll.expect_traffic = lambda exchange, rows_WW: heard.append((exchange.name, rows_WW))
+    try:
+        Engine(EngineConfig.from_dict(config), comm)
+    finally:
+        AllToAll.expect_traffic = before
+    return heard
+
+
+def test_every_exchange_of_an_engine_hears_what_the_plan_expects(tmp_path, rank_pool):
+    model = str(save_tiny(tmp_path, "mixtral", num_experts=5))
+    config = {"model": model, "ranks": 2, "max_model_len": 64, "exchange": "auto"}
+    (one, other) = rank_pool(2).run(told, config)
+    assert [name for name, _ in one] == [OneShot.name, AllToAll.name]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(one, other))

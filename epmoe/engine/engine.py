@@ -31,6 +31,7 @@ from epmoe.moe.by_size import costs_from
 from epmoe.moe.calibrate import measure_stages
 from epmoe.moe.exchange import Exchange, ExchangeShape, Traffic
 from epmoe.moe.open_exchange import open_exchange
+from epmoe.moe.peer_order import expected_rows
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.tuned import Tuned
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
@@ -69,6 +70,7 @@ class Engine:
         weights, self.load_report = load(Path(engine.model), self.model, local, dtype, comm.device)
         costs = None if engine.exchange_costs is None else costs_from(engine.exchange_costs, "exchange_costs")
         exchange = open_exchange(comm, exchange_shape(engine, self.model, self.plan), engine.exchange, costs)
+        exchange.expect_traffic(expected_rows(self.plan))
         tuned = None if engine.tuned is None else Tuned.from_json(engine.tuned)
         decoder = Decoder(self.model, weights, self.plan, exchange, engine.deterministic, tuned)
         num_blocks = size_cache(self.model, engine, dtype, free_memory(comm.device))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from epmoe.comm import Comm
@@ -92,6 +93,10 @@ class BySize:
             return self.costs[option.name].us(wire_bytes(option.name, option.shape, self.comm.world, tokens))
 
         return min(fitting, key=us)
+
+    def expect_traffic(self, rows_WW: np.ndarray) -> None:
+        for option in self.options:
+            option.expect_traffic(rows_WW)
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         self.current = self.choice(tokens)

@@ -169,6 +169,11 @@ class Exchange(Protocol):
     may_overflow: bool
     buffer_bytes: int
 
+    def expect_traffic(self, rows_WW: np.ndarray) -> None:
+        """Expected rows from each rank (first index) to each, the same figures on all ranks: the order in which peers
+        are visited may follow.  Not while a step is under way."""
+        ...
+
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         """All ranks agreed that no lane of any rank has more than ``tokens`` tokens in this step.
 
@@ -215,7 +220,11 @@ class Exchange(Protocol):
 
 
 class RaisesItself:
-    """Of exchanges over collectives: a rank that fails makes the collectives of its peers raise."""
+    """Of exchanges over collectives: a rank that fails makes the collectives of its peers raise, and the order of peers
+    is theirs."""
+
+    def expect_traffic(self, rows_WW: np.ndarray) -> None:
+        pass
 
     def raise_if_failed(self, patience_s: float = 0.0) -> None:
         pass

@@ -109,8 +109,7 @@ class P2P:
         self._step_L.fill_(self.comm.at.step)
 
     def expect_traffic(self, rows_WW: np.ndarray) -> None:
-        """Visit peers in rounds that suit the expected rows from each rank to each, the same figures on all ranks;
-        without a forecast they rotate.  Not while a step is under way; captured graphs follow."""
+        """Visit peers in rounds that suit these rows; without a forecast they rotate.  Captured graphs follow."""
         order_W = matched_order(rows_WW)[self.comm.rank]
         self._order_1W.copy_(torch.from_numpy(order_W))
         self.device.order_W[:] = order_W.tolist()

@@ -8,6 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from placement.plan import Plan
+
+
+def expected_rows(plan: Plan) -> np.ndarray:
+    """float64 ``[W, W]``: rows that a token of each home sends to each rank in a layer, if every set of K experts is as
+    likely; the mean over the layers."""
+    experts, serve_WLE = plan.shape.num_experts, plan.serve_rank_WLE
+    served_WLW = np.stack([(serve_WLE == rank).sum(2) for rank in range(plan.ranks)], 2)
+    missed_WLW = np.ones(served_WLW.shape)
+    for k in range(plan.shape.top_k):
+        missed_WLW *= np.maximum(experts - served_WLW - k, 0) / (experts - k)
+    return (1 - missed_WLW).mean(1)
+
 
 def rotated_order(world: int) -> np.ndarray:
     """int64 ``[W, W]``: row r holds rank r's peers from its right neighbour on, itself last."""
