@@ -173,14 +173,14 @@ def _default_length(settings: dict, model: ModelConfig) -> int:
 
 
 def _tuned_text(asked: object, on_cpu: bool) -> str | None:
-    """Text of the tuned tiles: of the file asked for, or on a GPU of the user's own if there is one; never on a CPU."""
-    if asked == "off" or on_cpu:
-        return None
-    if asked is None and not tuned_file().is_file():
+    """Text of the tuned tiles: of the file asked for, or on a GPU of the user's own if there is one. On a CPU none; a
+    file that is asked for is checked."""
+    if asked == "off" or (asked is None and (on_cpu or not tuned_file().is_file())):
         return None
     from launch.tune import read_tuned
 
-    return read_tuned(tuned_file() if asked is None else str(asked)).to_json()
+    text = read_tuned(tuned_file() if asked is None else str(asked)).to_json()
+    return None if on_cpu else text
 
 
 def _costs_text(path: str) -> str:

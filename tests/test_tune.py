@@ -150,6 +150,9 @@ def test_runs_read_the_users_file_on_a_gpu_only(monkeypatch, tmp_path):
     assert Tuned.from_json(args._tuned_text(str(tmp_path / "other.json"), on_cpu=False)).cases == CASES[:1]
     with pytest.raises(UserError, match="gone.json"):
         args._tuned_text(str(tmp_path / "gone.json"), on_cpu=False)
+    assert args._tuned_text(str(tmp_path / "other.json"), on_cpu=True) is None
+    with pytest.raises(UserError, match="gone.json"):  # also where it would not be used
+        args._tuned_text(str(tmp_path / "gone.json"), on_cpu=True)
 
 
 @pytest.mark.gpu
