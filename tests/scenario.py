@@ -21,6 +21,7 @@ class Run:
     reasons: dict[int, str]
     logits: dict[tuple[int, int], torch.Tensor]
     preemptions: int
+    moved: int  # requests that a probe sent to another rank
     computed: int  # tokens that went through the model, on all ranks
     homes_W: list[int]  # requests that ended on each rank
 
@@ -39,6 +40,7 @@ def run_script(pool, config: dict, script: Script, threads: int = 1, timeout_s: 
         reasons=merged.reasons,
         logits=merged.logits,
         preemptions=sum(result.report["preemptions"] for result in results),
+        moved=sum(result.report["moved_after_probe"] for result in results),
         computed=sum(sum(result.tokens_by_step) for result in results),
         homes_W=[len(result.homes) for result in results],
     )

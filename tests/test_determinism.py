@@ -89,8 +89,10 @@ def ways(rank_pool, folder: Path, script: Script, threads: int, *, brief: bool =
     yield "preemption", preempted
     for world, seed, copies in PLACEMENTS:
         yield f"{world} ranks, plan {seed}", go(rank_pool(world), plan=random_plan(folder, world, seed, copies))
-    plan = random_plan(folder, 2, 6, 0.5)
-    yield "home chosen after a probe of 4 tokens", go(rank_pool(2), plan=plan, probe_tokens=4)
+    plan = random_plan(folder, 2, 10, 0.5)  # under this one the probe of some request points to the other rank
+    probed = go(rank_pool(2), plan=plan, probe_tokens=4)
+    assert probed.moved > 0, "no request changed its home"
+    yield "home chosen after a probe of 4 tokens", probed
 
 
 def require_bitwise(rank_pool, folder: Path, dtype: torch.dtype, threads: int, *, brief: bool = False) -> None:

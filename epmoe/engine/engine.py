@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -40,8 +41,7 @@ from placement.homes import Affinity, score_prompt
 from placement.plan import Plan, linear_plan
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """New tokens of one request; ``finish_reason`` with its last ones."""
 
     request_id: int
@@ -93,7 +93,7 @@ class Engine:
         self.runner = Runner(decoder, cache, engine, observe)
         self.idle = True
         self.stopping = False
-        self.steps = self.forwards = self.reruns = 0
+        self.steps = self.forwards = self.reruns = self.moved = 0
         self.model_seconds = self.step_seconds = self.wait_seconds = 0.0
         self._in_flight: tuple[list[Chunk], Launched] | None = None
         self._undecided: dict[int, dict] = {}  # messages of requests under probe, on every rank, by request id
@@ -144,6 +144,7 @@ class Engine:
             "model_seconds": self.model_seconds,
             "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do
             "preemptions": self.scheduler.preemptions,
+            "moved_after_probe": self.moved,  # requests handed to a better home
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
             **exchange_report(self.runner.decoder.exchange, *self.rehearsed),
@@ -220,7 +221,7 @@ class Engine:
 
     def _apply(self, messages: list[dict], headers: list[Header]) -> list[Output]:
         """Every rank applies the same messages; a home is a pure function of them and the headers, so all agree."""
-        loads = [RankLoad(header.queued_tokens, header.free_blocks) for header in headers]
+        loads = [RankLoad(header.queued_tokens, header.free_blocks) for header in headers] if messages else []
         outputs = []
         for message in messages:
             if message["op"] == "add":
@@ -269,10 +270,13 @@ class Engine:
                 here.probe = 0
             elif here is not None:
                 self.scheduler.withdraw(number)
+                self.moved += 1
                 if self.recorder is not None:
                     self.recorder.forget(number)
             elif home == self.comm.rank:
                 self._adopt(message)
+        if self.probes is None:
+            return
         announced = {number for number, _ in self._decided}
         loads = [RankLoad(header.queued_tokens, header.free_blocks) for header in headers]
         for request in self.scheduler.running:
