@@ -32,6 +32,7 @@ from epmoe.ops.tuned import TunedCase
 
 LIMIT = 1e-2  # relative Frobenius distance from the heuristic's result
 FINALISTS = 3
+FINAL = 0.7  # share of a case's work that comes before the last comparison
 CLEARLY = 0.99  # the heuristic's tiles stay unless others take less than this share of their time
 COMPILERS = 8
 OPTIONS = ExpertOptions()
@@ -69,8 +70,8 @@ class Problem:
     def pairs(self) -> int:
         return self.slot_TK.numel()
 
-    def index(self, rows: int) -> MoEIndex:
-        return build_index_triton(self.slot_TK, self.shape.experts, rows)
+    def index(self, rows: int, tail: int = 0) -> MoEIndex:
+        return build_index_triton(self.slot_TK, self.shape.experts, rows, tail)
 
     @property
     def kernels(self) -> Kernels:
@@ -85,7 +86,7 @@ class Kernels:
     """
 
     heuristic: Callable[[Problem], Choice]
-    candidates: Callable[[int, int], list[tuple[int, TileConfig]]]
+    candidates: Callable[[int, int], list[tuple[int, int, TileConfig]]]
     gate_up: Callable[[Problem, MoEIndex, TileConfig], Any]
     down: Callable[[Problem, MoEIndex, TileConfig, Any], torch.Tensor]
     vectors: tuple
@@ -95,7 +96,7 @@ class Kernels:
 
 
 def _whole_half(problem: Problem, choice: Choice) -> torch.Tensor:
-    index = problem.index(choice.rows)
+    index = problem.index(choice.rows, choice.tail)
     return expert_sum(problem.x_TD, index, problem.weights, problem.mix_TK, OPTIONS, choice)
 
 
@@ -149,11 +150,20 @@ def problem(shape: Shape, weights: ExpertWeights, tokens: int) -> Problem:
     return Problem(shape, weights, x_TD, slot_TK.int(), mix_TK)
 
 
-def tune(problem: Problem, timer: Timer, say: Callable[[str], None] = lambda line: None) -> TunedCase:
-    """The fastest tiles for one problem; ``say`` hears of candidates that were left out."""
+@dataclass(frozen=True)
+class Listener:
+    """Hears of a case as it is measured: candidates left out, and what is being done with the share already done."""
+
+    say: Callable[[str], None] = lambda line: None
+    step: Callable[[str, float], None] = lambda what, share: None
+
+
+def tune(problem: Problem, timer: Timer, listener: Listener = Listener()) -> TunedCase:
+    """The fastest tiles for one problem."""
     shape, whole = problem.shape, problem.kernels.whole
     heuristic = problem.kernels.heuristic(problem)
-    finalists = _sound(problem, heuristic, _finalists(problem, heuristic, timer, say), say)
+    finalists = _sound(problem, heuristic, _finalists(problem, heuristic, timer, listener), listener)
+    listener.step(f"comparing the {len(finalists)} best with the heuristic", FINAL)
     calls = {choice: [partial(whole, problem, choice)] for choice in (heuristic, *finalists)}
     us = timer.compare(calls, 3, _copies(problem))
     best = min(us, key=us.get)
@@ -176,30 +186,33 @@ def _copies(problem: Problem) -> int:
     return 4 if problem.tokens <= 1024 else 2
 
 
-def _finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable) -> list[Choice]:
+def _finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: Listener) -> list[Choice]:
     """The best tiles of the block sizes whose two GEMMs take least together."""
     if heuristic.vector:
-        return _vector_finalists(problem, heuristic, timer, say)
+        return _vector_finalists(problem, heuristic, timer, listener)
     kernels = problem.kernels
-    act = kernels.gate_up(problem, problem.index(heuristic.rows), heuristic.gate_up)
+    act = kernels.gate_up(problem, problem.index(heuristic.rows, heuristic.tail), heuristic.gate_up)
     calls: dict[tuple, dict] = {}
-    for rows, tiles in kernels.candidates(problem.pairs, problem.shape.experts):
-        index = problem.index(rows)
-        calls[rows, tiles] = {
+    for rows, tail, tiles in kernels.candidates(problem.pairs, problem.shape.experts):
+        index = problem.index(rows, tail)
+        calls[rows, tail, tiles] = {
             GATE_UP: partial(kernels.gate_up, problem, index, tiles),
             DOWN: partial(kernels.down, problem, index, tiles, act),
         }
-    best: dict[int, dict] = {}
-    for (rows, tiles), us in _time_each(calls, timer, _copies(problem), say).items():
-        mine = best.setdefault(rows, {})
+    best: dict[tuple[int, int], dict] = {}
+    for (*blocks, tiles), us in _time_each(calls, timer, _copies(problem), listener).items():
+        mine = best.setdefault(tuple(blocks), {})
         for part, each in us.items():
             mine[part] = min(mine.get(part, (each, tiles)), (each, tiles), key=lambda pair: pair[0])
-    both = [(rows, mine[GATE_UP], mine[DOWN]) for rows, mine in best.items()]
+    both = [(blocks, mine[GATE_UP], mine[DOWN]) for blocks, mine in best.items()]
     both.sort(key=lambda each: each[1][0] + each[2][0])
-    return [replace(heuristic, rows=rows, gate_up=one[1], down=two[1]) for rows, one, two in both[:FINALISTS]]
+    return [
+        replace(heuristic, rows=rows, tail=tail, gate_up=one[1], down=two[1])
+        for (rows, tail), one, two in both[:FINALISTS]
+    ]
 
 
-def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Callable) -> list[Choice]:
+def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: Listener) -> list[Choice]:
     kernels, index = problem.kernels, problem.index(heuristic.rows)
     act_KF = kernels.vector_gate_up(problem, index, heuristic.vector[0])
     calls = {
@@ -209,24 +222,26 @@ def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, say: Ca
         }
         for tile in kernels.vectors
     }
-    us = _time_each(calls, timer, _copies(problem), say)
+    us = _time_each(calls, timer, _copies(problem), listener)
     if not us:
         return []
     pick = tuple(min(us, key=lambda tile: us[tile][name]) for name in (GATE_UP, DOWN))
     return [replace(heuristic, vector=pick)]
 
 
-def _time_each(calls: dict, timer: Timer, copies: int, say: Callable) -> dict:
+def _time_each(calls: dict, timer: Timer, copies: int, listener: Listener) -> dict:
     """Candidate -> microseconds of its parts; those that fail are left out."""
     us = {}
+    listener.step(f"compiling {len(calls)} candidates", 0.0)
     with ThreadPoolExecutor(COMPILERS) as pool:  # the compiler releases the interpreter's lock
         errors = dict(zip(calls, pool.map(_try, calls.values())))
     torch.cuda.synchronize()
-    for candidate, both in calls.items():
+    for number, (candidate, both) in enumerate(calls.items()):
         if errors[candidate]:
-            say(f"left out {candidate}: {errors[candidate]}")
-        else:
-            us[candidate] = timer.compare({name: [call] for name, call in both.items()}, 1, copies)
+            listener.say(f"left out {candidate}: {errors[candidate]}")
+            continue
+        listener.step(f"timing candidate {number + 1} of {len(calls)}", FINAL * (number + 1) / (len(calls) + 1))
+        us[candidate] = timer.compare({name: [call] for name, call in both.items()}, 1, copies)
     return us
 
 
@@ -240,7 +255,7 @@ def _try(calls: dict) -> str:
     return ""
 
 
-def _sound(problem: Problem, heuristic: Choice, choices: Iterable[Choice], say: Callable) -> list[Choice]:
+def _sound(problem: Problem, heuristic: Choice, choices: Iterable[Choice], listener: Listener) -> list[Choice]:
     """The choices whose results are those of the heuristic's tiles, to rounding."""
     whole = problem.kernels.whole
     want = whole(problem, heuristic).float()
@@ -250,5 +265,5 @@ def _sound(problem: Problem, heuristic: Choice, choices: Iterable[Choice], say: 
         if apart < LIMIT:
             kept.append(choice)
         else:
-            say(f"left out {choice}: its result is off by {apart:.1e}")
+            listener.say(f"left out {choice}: its result is off by {apart:.1e}")
     return kept

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from epmoe.ops.experts import ExpertOptions
-from epmoe.ops.tiles import BLOCKED_64, STREAM, Choice
+from epmoe.ops.tile_candidates import candidates
+from epmoe.ops.tiles import BLOCKED_64, STREAM, TAIL, Choice
 from epmoe.ops.tuned import Tuned, TunedCase
 from launch import args, tune
 from launch.__main__ import main
@@ -20,6 +21,8 @@ CASES = (
     replace(CASE, tokens=1024, choice=Choice(64, BLOCKED_64, BLOCKED_64)),
     replace(CASE, experts=16, choice=Choice(32, STREAM, STREAM)),
 )
+DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+BLOCKS = (16, 32, 64, 128)
 MACHINE = ("H200", "bfloat16")
 
 
@@ -96,7 +99,7 @@ def run(capsys, *argv: str) -> tuple[int, str]:
         (["--shape", "8,2,64,64", "--ranks", "9"], "8 experts"),
         (["--shape", "8,2,64,64", "--tokens", "4", "0"], "--tokens has 0"),
         (["--shape", "8,2,64,64", "--dtype", "int8"], "int8"),
-        (["--shape", "8,2,256,64", "--dtype", "float8_e4m3fn"], "multiple of 128"),
+        (["--shape", "8,2,256,64", "--dtype", "float8"], "multiple of 128"),
         (["--model", "demo", "--shape", "8,2,64,64"], "not allowed"),
         (["--shape", "8,2,64,64"], "no GPU is visible"),
         (["--model", "demo"], "no GPU is visible"),
@@ -139,6 +142,38 @@ def test_results_are_kept_and_shown(capsys, monkeypatch, tmp_path):
     assert {(case.tokens, case.tuned_us) for case in tune.read_tuned(path).cases} == {(64, 280.0), (1024, 400.0)}
 
 
+def interrupted(*cases: TunedCase):
+    yield from cases
+    raise KeyboardInterrupt
+
+
+def test_what_was_measured_before_a_stop_is_kept_and_not_measured_again(capsys, monkeypatch, tmp_path):
+    path, asked = tmp_path / "tuned.json", []
+    argv = ["tune", "--shape", "128,8,2048,768", "--tokens", "1", "64", "1024", "-o", str(path)]
+    monkeypatch.setattr(tune, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
+    monkeypatch.setattr(tune, "measure", lambda *_: interrupted(*CASES[:2]))
+    assert main(argv) == 130
+    assert "2 of 3 cases are in" in capsys.readouterr().err
+    assert tune.read_tuned(path).cases == CASES[:2]
+    assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
+
+    monkeypatch.setattr(tune, "measure", lambda shape, dtype, tokens, console: asked.append(tokens) or iter(CASES[2:3]))
+    assert main([*argv, "--resume", "--json"]) == 0
+    assert asked == [[1024]]
+    assert [case["tokens"] for case in json.loads(capsys.readouterr().out)] == [1, 64, 1024]
+    assert tune.read_tuned(path).cases == CASES[:3]
+    assert main([*argv, "--resume"]) == 0 and len(asked) == 1  # nothing is missing
+    assert main([*argv, "--resume", "--dtype", "float16"]) == 0 and asked[1] == [1, 64, 1024]  # another layer
+
+
+def test_candidates_are_near_the_mean_and_try_tails_where_there_are_any():
+    for pairs, fewest, most in ((1, 16, 32), (2500, 16, 64), (12800, 64, 128), (100000, 64, 128)):
+        assert {rows for rows, _, _ in candidates(pairs, 100)} <= {rows for rows in BLOCKS if fewest <= rows <= most}
+        assert all(tiles.specialised for _, tail, tiles in candidates(pairs, 100) if tail)
+    assert {tail for _, tail, tiles in candidates(12800, 100) if tiles.specialised} == {0, TAIL}
+
+
 def test_runs_read_the_users_file_on_a_gpu_only(monkeypatch, tmp_path):
     monkeypatch.setattr(args, "tuned_file", lambda: tmp_path / "tuned.json")
     assert args._tuned_text(None, on_cpu=False) is None
@@ -156,7 +191,7 @@ def test_runs_read_the_users_file_on_a_gpu_only(monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_measured_tiles_are_taken_by_the_layer(dtype, capsys, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("left out: no CUDA device")
@@ -166,7 +201,10 @@ def test_measured_tiles_are_taken_by_the_layer(dtype, capsys, tmp_path):
     cases = json.loads(capsys.readouterr().out)
     assert [case["tokens"] for case in cases] == [1, 40]
     assert all(0 < case["tuned_us"] <= case["heuristic_us"] for case in cases)
-    weights = type("Weights", (), {"down": torch.empty(4, 256, 128, dtype=getattr(torch, dtype), device="cuda")})
+    assert main([*argv[:6], "400", *argv[6:], "--resume"]) == 0  # 200 pairs per expert: also with tails
+    later = json.loads(capsys.readouterr().out)
+    assert later[:2] == cases and later[2]["tokens"] == 400
+    weights = type("Weights", (), {"down": torch.empty(4, 256, 128, device="cuda").to(DTYPES[dtype])})
     tuned = tune.read_tuned(path)
     for case in tuned.cases:
         x_TD = torch.empty(case.tokens, 256, dtype=torch.bfloat16, device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import block_rows
+from epmoe.ops.tiles import TAIL
 
 # Rows of a block, and one GEMM's tiles; both GEMMs of a layer share the blocks.
 CANDIDATES = (
@@ -41,14 +42,15 @@ CANDIDATES_FP8 = (
 VECTORS_FP8 = ((2, 8, 2), (2, 8, 4), (4, 8, 4), (4, 4, 4), (8, 4, 4), (2, 16, 4), (4, 16, 8), (8, 8, 8))
 
 
-def candidates(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
-    """(rows, tiles) of one GEMM for ``pairs`` pairs over ``slots`` slots: blocks near the mean number of pairs."""
-    return _near(CANDIDATES, block_rows(pairs, slots))
+def candidates(pairs: int, slots: int) -> list[tuple[int, int, TileConfig]]:
+    """(rows, tail, tiles) of one GEMM for ``pairs`` pairs over ``slots`` slots: blocks near the mean of a slot."""
+    near = _near(CANDIDATES, block_rows(pairs, slots))
+    return near + [(rows, TAIL, tiles) for rows, _, tiles in near if tiles.specialised]
 
 
-def candidates_fp8(pairs: int, slots: int) -> list[tuple[int, TileConfig]]:
+def candidates_fp8(pairs: int, slots: int) -> list[tuple[int, int, TileConfig]]:
     return _near(CANDIDATES_FP8, block_rows(pairs, slots))
 
 
-def _near(all_of_them: tuple, now: int) -> list[tuple[int, TileConfig]]:
-    return [(rows, config) for rows, config in all_of_them if now // 2 <= rows <= max(now * 2, 32)]
+def _near(all_of_them: tuple, now: int) -> list[tuple[int, int, TileConfig]]:
+    return [(rows, 0, config) for rows, config in all_of_them if now // 2 <= rows <= max(now * 2, 32)]
