@@ -3,8 +3,10 @@
 
     python scripts/bench_overlap_ranks.py --ranks 2 --device cuda [--exchange p2p alltoall] [--tokens 2048 8192]
 
-For each case: milliseconds of one layer (the slowest rank, median of rounds, launched from the host) in one lane and in
-two, in turns, and the share of the communication that the timeline of a further run in two lanes saw beside compute.
+For each case: milliseconds of one layer (the slowest rank, median of rounds) in one lane and in two, in turns, and the
+share of the communication that the timeline of a further run in two lanes saw beside compute.  Where the exchange
+allows it also in a captured graph, and over p2p then with the two lanes' compute alone (same graph, nothing sent) and
+the travel of their rows alone: ``hidden`` = (compute + travel - two lanes) / travel.
 On GPUs that are fewer than the ranks the figures say nothing about speed, and the label says so.
 """
 
@@ -16,6 +18,8 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -42,25 +46,56 @@ class Step:
         self.travel = open_travel(exchange)
         self.inputs = {lanes: rank.inputs(tokens, lanes) for lanes in (1, 2)}
 
-    def run(self, lanes: int, timeline: Timeline | None = None) -> None:
-        """One step, launched from the host."""
-        inputs, exchange = self.inputs[lanes], self.exchange
-        exchange.begin_step(max(len(lane.x_TD) for lane in inputs))
-        num_sms = free_sms(exchange) if lanes == 2 else 0
+    def begin(self, lanes: int) -> None:
+        self.exchange.begin_step(max(len(lane.x_TD) for lane in self.inputs[lanes]))
+
+    def sms(self, lanes: int) -> int:
+        return free_sms(self.exchange) if lanes == 2 else 0
+
+    def layers(self, lanes: int, timeline: Timeline | None = None) -> None:
+        """One step behind `begin`, launched from the host."""
+        num_sms = self.sms(lanes)
         with blas_sms(num_sms):
-            stages = [self.rank.lane(n, lane, num_sms) for n, lane in enumerate(inputs)]
+            stages = [self.rank.lane(n, lane, num_sms) for n, lane in enumerate(self.inputs[lanes])]
+            exchange = self.rank.exchange
             run_lanes(stages, exchange.comm.at, self.travel, timeline, exchange.waits_for_counts)
 
-    def time_ms(self, lanes: int, repeat: int) -> float:
-        """Milliseconds of one layer on the slowest rank."""
-        comm = self.exchange.comm
-        synchronize(comm)
-        started = time.perf_counter()
-        for _ in range(repeat):
-            self.run(lanes)
-        synchronize(comm, meet=False)
-        mine = (time.perf_counter() - started) * 1e3 / repeat / self.rank.layers
-        return max(gather(comm, mine))
+    def eager(self, lanes: int) -> Callable[[], None]:
+        def run() -> None:
+            self.begin(lanes)
+            self.layers(lanes)
+
+        return run
+
+    def graph(self, lanes: int, timeline: Timeline | None = None) -> Callable[[], None]:
+        """The same as a captured graph."""
+        graph = torch.cuda.CUDAGraph()
+        self.eager(lanes)()
+        torch.cuda.synchronize()
+        captured = nullcontext() if timeline is None else timeline.captured()
+        with captured as marks, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.layers(lanes, timeline)
+
+        def run() -> None:
+            self.begin(lanes)
+            if timeline is not None:
+                timeline.before(marks)
+            graph.replay()
+            if timeline is not None:
+                timeline.ran(marks)
+
+        return run
+
+
+def layer_ms(step: Step, run: Callable[[], None], repeat: int) -> float:
+    """Milliseconds of one layer on the slowest rank."""
+    comm = step.exchange.comm
+    synchronize(comm)
+    started = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    synchronize(comm, meet=False)
+    return max(gather(comm, (time.perf_counter() - started) * 1e3 / repeat / step.rank.layers))
 
 
 def synchronize(comm: Comm, meet: bool = True) -> None:
@@ -75,29 +110,80 @@ def gather(comm: Comm, value: float) -> list[float]:
     return (comm.all_gather_headers(np.array([round(value * 1e6)])).ravel() / 1e6).tolist()
 
 
-def run_case(step: Step, rounds: int, repeat: int) -> dict:
-    for lanes in (1, 2):
-        step.run(lanes)
-    times = {1: [], 2: []}
+def in_turns(step: Step, runs: dict[str, Callable[[], None]], rounds: int, repeat: int) -> dict[str, float]:
+    """Median milliseconds of a layer of each."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        layer_ms(step, run, 2)
     for _ in range(rounds):
-        for lanes, found in times.items():
-            found.append(step.time_ms(lanes, repeat))
-    timeline = Timeline(step.exchange.comm)
-    synchronize(step.exchange.comm)
-    for number in range(2):
-        step.exchange.comm.at.step = number
+        for name, run in runs.items():
+            times[name].append(layer_ms(step, run, repeat))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def seen_hidden(step: Step, graphed: bool) -> dict[str, float]:
+    """Of a run in two lanes: the share of its communication that a timeline saw beside compute, and how much it was."""
+    comm = step.exchange.comm
+    timeline = Timeline(comm)
+    run = step.graph(2, timeline) if graphed else step.eager(2)
+    synchronize(comm)
+    for number in range(3):
+        comm.at.step = number
+        if graphed:
+            run()
+            continue
+        step.begin(2)
         with timeline.forward():
-            step.run(2, timeline)
-    hidden = hidden_of(span for span in timeline.read() if span.step == 1)[-1]
-    step.exchange.comm.on_work = None
-    one, two = (statistics.median(found) for found in times.values())
-    return {
-        "one_ms": one,
-        "two_ms": two,
-        "all_ms": times,
-        "hidden": hidden.share,
-        "communication_us": hidden.communication,
-    }
+            step.layers(2, timeline)
+    hidden = hidden_of(span for span in timeline.read() if span.step == 2)[-1]
+    comm.on_work = None
+    return {"seen_hidden": hidden.share, "seen_us": hidden.communication}
+
+
+def parts_of(step: Step) -> dict[str, Callable[[], None]]:
+    """Graphs of the two lanes' compute alone and of their rows' travel alone, over p2p by put."""
+    from scripts import overlap_parts as parts  # kernels that CPU ranks need not load
+
+    rank, exchange = step.rank, step.exchange
+    step.begin(2)
+    ran = [parts.run_layer(rank, lane.x_TD, n, step.sms(2)) for n, lane in enumerate(step.inputs[2])]
+    graph = torch.cuda.CUDAGraph()
+    parts.travel(exchange, ran)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(rank.layers):
+            parts.travel(exchange, ran)
+
+    def travel() -> None:
+        step.begin(2)
+        graph.replay()
+
+    rank.connect(parts.Still(exchange, ran))
+    compute = step.graph(2)
+    rank.connect(exchange)
+    return {"compute_ms": compute, "travel_ms": travel}
+
+
+def run_case(step: Step, rounds: int, repeat: int) -> dict:
+    case = {**in_turns(step, {"one_ms": step.eager(1), "two_ms": step.eager(2)}, rounds, repeat)}
+    case |= seen_hidden(step, graphed=False)
+    if not step.exchange.capturable or step.exchange.waits_for_counts:
+        return case
+    runs = {"one_ms": step.graph(1), "two_ms": step.graph(2)}
+    if step.exchange.name == "p2p":
+        runs |= parts_of(step)
+    graphed = in_turns(step, runs, rounds, repeat)
+    if "travel_ms" in graphed:
+        compute, travel, two = graphed["compute_ms"], graphed["travel_ms"], graphed["two_ms"]
+        graphed["hidden"] = (compute + travel - two) / travel
+    return {**case, "graph": {**graphed, **seen_hidden(step, graphed=True)}}
+
+
+def describe(case: dict) -> str:
+    line = f"one lane {case['one_ms']:.3f} ms  two {case['two_ms']:.3f} ({case['one_ms'] / case['two_ms']:.2f}x)"
+    if "travel_ms" in case:
+        line += f"  compute {case['compute_ms']:.3f}  travel {case['travel_ms']:.3f}  hidden {case['hidden']:.0%}"
+    return line + f"  timeline: {case['seen_us']:.0f} us, {case['seen_hidden']:.0%} beside compute"
 
 
 def run_rank(comm: Comm, args: dict) -> None:
@@ -107,7 +193,8 @@ def run_rank(comm: Comm, args: dict) -> None:
     say(comm, report["where"])
     for name in args["shapes"]:
         rank = lib.Rank(lib.SHAPES[name], comm.world, args["layers"], 2)
-        shape = ExchangeShape(rank.slots, max(args["tokens"]), rank.shape.hidden, rank.shape.top_k, lib.DTYPE, "reduce")
+        most, hidden, top_k = max(args["tokens"]), rank.shape.hidden, rank.shape.top_k
+        shape = ExchangeShape(rank.slots, most, hidden, top_k, lib.DTYPE, "reduce", graph_tokens=most)
         for kind, tokens in product(args["exchange"], args["tokens"]):
             try:
                 exchange = open_exchange(comm, shape, kind)
@@ -118,12 +205,9 @@ def run_rank(comm: Comm, args: dict) -> None:
                 traceback.print_exc(limit=-4)
                 break
             report["cases"].append({"shape": name, "exchange": kind, "tokens": tokens, **case})
-            say(
-                comm,
-                f"{name:14s} {kind:9s} T {tokens:5d}  one lane {case['one_ms']:.3f} ms  two {case['two_ms']:.3f}"
-                f" ({case['one_ms'] / case['two_ms']:.2f}x)  communication {case['communication_us']:.0f} us,"
-                f" hidden {case['hidden']:.0%}",
-            )
+            say(comm, f"{name:14s} {kind:9s} T {tokens:5d}  eager {describe(case)}")
+            if "graph" in case:
+                say(comm, f"{'':30s}  graph {describe(case['graph'])}")
     if comm.rank == 0 and args["json"]:
         Path(args["json"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

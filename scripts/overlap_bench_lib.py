@@ -110,10 +110,11 @@ def _move_kernel(rows_ptr, index_ptr, out_ptr, R, D, due_ns, ROWS: tl.constexpr,
 
 @dataclass(frozen=True)
 class Link:
-    """The emulated link: GB/s of what leaves the rank, and the CTAs that move it."""
+    """The emulated link: GB/s of what leaves the rank, and the CTAs that move it, in clusters of ``cluster``."""
 
     gbps: float
     ctas: int
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,10 @@ class EmulatedExchange:
         out_RD = torch.empty(R, self.hidden, dtype=DTYPE, device=DEVICE)
         if R:
             due_ns = round(traffic.remote * self.hidden * DTYPE.itemsize / self.link.gbps)
-            grid = (self.link.ctas,)
-            _move_kernel[grid](rows_ND, index_R, out_RD, R, self.hidden, due_ns, ROWS=16, COLS=1024, num_warps=16)
+            each = self.link.cluster  # CTAs of a program
+            _move_kernel[(self.link.ctas // each,)](
+                rows_ND, index_R, out_RD, R, self.hidden, due_ns, ROWS=16 * each, COLS=1024, num_warps=16, num_ctas=each
+            )
         return out_RD
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
