@@ -95,8 +95,9 @@ def test_a_killed_rank_ends_the_others(graphed):
     said = run_ranks(3, die_in_a_round, Case(3, 8, 8, 2, 256, 4, BF16, False), graphed, timeout_s=60)
     assert said[1] == -9
     for message in (said[0], said[2]):
-        found = re.match(r"step 3, layer 5, (dispatch|combine): rank 1 is gone, .* \((.*) s\)", message)
+        found = re.match(r"step 3, layer 5, (dispatch|combine): rank 1 is gone, .* \((.*) s, then (.*) s\)", message)
         assert found and float(found[2]) < 10, message
+        assert float(found[3]) < 2, f"a kernel spins on: {message}"
 
 
 @pytest.mark.parametrize("world", [2, 4])
