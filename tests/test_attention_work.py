@@ -81,3 +81,22 @@ def test_a_decode_batch_has_the_same_number_of_items_for_every_filling(fixed):
         used = items[items[:, 0] >= 0]
         require_causal(used[used[:, 6] > 0], padded, 8)
         assert (items[work.first_Y.numpy(), 0] == np.arange(5)).all()
+
+
+def test_a_decode_batch_follows_blocks_that_grow_move_and_change():
+    """Its two host tables keep what did not change since the fill before the last."""
+    rng = np.random.default_rng(0)
+    batch = decode_batch(DecodeShape(5, 400, 16, 4, 8), CPU)
+    blocks = [rng.integers(0, 1000, 3).tolist() for _ in range(5)]
+    for step in range(40):
+        if step % 3 == 0:
+            blocks[step % 5].append(int(rng.integers(1000)))
+        if step % 4 == 0:
+            rng.shuffle(blocks)
+        if step % 7 == 0:
+            blocks[step % 5] = rng.integers(0, 1000, 2).tolist()
+        chosen = blocks[: 1 + step % 5]
+        batch.fill([16 * len(row) - step % 16 for row in chosen], chosen)
+        for n, row in enumerate(chosen):
+            assert batch.block_table_NP[n, : len(row)].tolist() == row, step
+            assert int(batch.slot_T[n]) == row[-1] * 16 + 15 - step % 16

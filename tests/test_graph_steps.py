@@ -60,9 +60,10 @@ def test_buffers_take_turns_on_a_gpu():
     """Many uploads in a row into one place, each read by the device after the host has moved on."""
     staging = Staging(torch.device("cuda"))
     place = torch.zeros(buffer_bytes([np.zeros(1000, np.int64)]), dtype=torch.uint8, device="cuda")
+    (there,) = views(place, [np.zeros(1000, np.int64)])
     kept = []
     for n in range(50):
-        (there,) = staging.upload([np.full(1000, n)], place)
+        staging.refill(place, [np.full(1000, n)])
         torch.cuda._sleep(100_000)
         kept.append(HostCopy(there + 1))
     assert [copy.numpy().tolist() for copy in kept] == [[n + 1] * 1000 for n in range(50)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -36,17 +36,20 @@ class Header:
     homes: tuple[tuple[int, int], ...] = ()  # (request id, its home) as a probe decided
 
     def pack(self) -> np.ndarray:
-        *numbers, homes = astuple(self)
-        fields = np.zeros(HEADER_FIELDS, np.int64)
-        fields[:HEADER_NUMBERS] = (*numbers, len(homes))
-        fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * len(homes)] = np.array(homes, np.int64).ravel()
-        return fields
+        packed = np.zeros(HEADER_FIELDS, np.int64)
+        packed[:HEADER_NUMBERS] = (*(getattr(self, name) for name in _NUMBERS), len(self.homes))
+        if self.homes:
+            packed[HEADER_NUMBERS : HEADER_NUMBERS + 2 * len(self.homes)] = np.array(self.homes, np.int64).ravel()
+        return packed
 
     @staticmethod
-    def unpack(fields: np.ndarray) -> Header:
-        *numbers, count = fields[:HEADER_NUMBERS].tolist()
-        homes = fields[HEADER_NUMBERS : HEADER_NUMBERS + 2 * count].reshape(-1, 2).tolist()
+    def unpack(packed: np.ndarray) -> Header:
+        *numbers, count = packed[:HEADER_NUMBERS].tolist()
+        homes = packed[HEADER_NUMBERS : HEADER_NUMBERS + 2 * count].reshape(-1, 2).tolist()
         return Header(*numbers, tuple(map(tuple, homes)))
+
+
+_NUMBERS = [item.name for item in fields(Header)][: HEADER_NUMBERS - 1]
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class DecodeGraphs:
 
     def _fill(self, at: Captured, chunks: Sequence[Chunk]) -> None:
         at.attention.fill([chunk.start + 1 for chunk in chunks], [chunk.request.blocks for chunk in chunks])
-        self.staging.upload(self._inputs(chunks, len(at.row_N)), at.buffer)
+        self.staging.refill(at.buffer, self._inputs(chunks, len(at.row_N)))
 
     def _step(self, at: Captured) -> Ran:
         token_N = at.known_N.where(at.known_N >= 0, self.last_token[at.row_N])

@@ -77,7 +77,7 @@ class BlockPool:
 
     def publish(self, request: Request) -> None:
         """Let others share the request's full blocks (tokens known, keys and values written)."""
-        if not self.reuse_prefixes:
+        if not self.reuse_prefixes or (request.published + 1) * self.block_size > request.computed:
             return
         full = min(request.computed, request.known) // self.block_size
         if full <= request.published:

@@ -121,9 +121,9 @@ class Request:
     """One sequence on its home rank.
 
     ``published`` counts blocks that others were offered to share.  ``computed`` counts positions whose keys and values
-    are written, or will be by a step already launched.  ``pending`` counts sampled tokens that the host does not know
-    yet (they are on the device).  ``probe``: run only so many tokens until it is decided which rank becomes the home
-    (0: decided).
+    are written, or will be by a step already launched.  ``longest``: it ends with so many tokens, prompt and output.
+    ``pending`` counts sampled tokens that the host does not know yet (they are on the device).  ``probe``: run only so
+    many tokens until it is decided which rank becomes the home (0: decided).
     """
 
     id: int
@@ -137,6 +137,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, in order (see kv_cache)
     published: int = 0
     computed: int = 0
+    longest: int = 0  # set by the scheduler
     pending: int = 0
     probe: int = 0
     row: int = -1  # row of the device's per-request state while running

@@ -8,16 +8,18 @@ and later recomputed; the oldest always advances, so nothing starves.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from epmoe.config import EngineConfig
 from epmoe.engine.kv_cache import BlockPool
 from epmoe.engine.request import Request
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens ``start .. start + count`` of a request run in a step; ``samples``: its next token is then drawn."""
+class Chunk(NamedTuple):
+    """Tokens ``start .. start + count`` of a request run in a step; ``samples``: its next token is then drawn.
+
+    A tuple, since a step makes one for each of hundreds of sequences.
+    """
 
     request: Request
     start: int
@@ -46,6 +48,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert 0 < len(request.prompt) < self.engine.max_model_len, f"prompt of {len(request.prompt)} tokens"
+        request.longest = longest(len(request.prompt), request.params.max_tokens, self.engine)
         self.waiting.append(request)
 
     def abort(self, request_id: int) -> Request | None:
@@ -70,8 +73,7 @@ class Scheduler:
 
     def queued_tokens(self) -> int:
         """Tokens this rank has still to run: prompts not computed, and outputs at their longest."""
-        requests = [*self.running, *self.waiting]
-        return sum(longest(len(r.prompt), r.params.max_tokens, self.engine) - r.computed for r in requests)
+        return sum([r.longest - r.computed for queue in (self.running, self.waiting) for r in queue])
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class Scheduler:
             decodes -= wants[index] == 1
             count = min(wants[index], budget - decodes)
             if count > 0:
-                if self._make_room(request, count):
+                if self._make_room(request, self._missing_blocks(request, count)):
                     preempted = True
                     if request.row < 0:  # it was the youngest itself
                         break
@@ -129,15 +131,14 @@ class Scheduler:
 
     def _want(self, request: Request) -> int:
         """Tokens the request could run now; 0 once its last token is on its way, or while its home is undecided."""
-        drawn = len(request.output) + request.pending
-        total = len(request.prompt) + drawn
-        if drawn >= request.params.max_tokens or total >= self.engine.max_model_len:
-            return 0
-        return (request.probe or total) - request.computed
+        total = len(request.prompt) + len(request.output) + request.pending
+        return (request.probe or total) - request.computed if total < request.longest else 0
 
-    def _make_room(self, request: Request, count: int) -> bool:
-        """Free blocks for ``count`` more tokens by preempting from the young end; says whether anyone was."""
-        need = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+    def _missing_blocks(self, request: Request, count: int) -> int:
+        return -(-(request.computed + count) // self.pool.block_size) - len(request.blocks)
+
+    def _make_room(self, request: Request, need: int) -> bool:
+        """Free ``need`` blocks by preempting from the young end; says whether anyone was."""
         preempted = False
         while need > self.pool.num_free and request.row >= 0:
             self._preempt(self.running[-1])
@@ -151,15 +152,13 @@ class Scheduler:
         self.preemptions += 1
 
     def _take(self, request: Request, count: int) -> Chunk:
-        need = self.pool.blocks_for(request.computed + count) - len(request.blocks)
-        if need > 0:
+        if (need := self._missing_blocks(request, count)) > 0:
             request.blocks += self.pool.allocate(need)
-        start, total = request.computed, request.total
-        request.computed += count
-        samples = request.computed == total
-        chunk = Chunk(request, start, count, samples, total)
+        start, total = request.computed, len(request.prompt) + len(request.output) + request.pending
+        request.computed = start + count
+        samples = start + count == total
         request.pending += samples
-        return chunk
+        return Chunk(request, start, count, samples, total)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.engine.max_requests:
@@ -197,9 +196,7 @@ class Scheduler:
         params = request.params
         if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return "stop"
-        if len(request.output) >= params.max_tokens or request.known >= self.engine.max_model_len:
-            return "length"
-        return None
+        return "length" if len(request.prompt) + len(request.output) >= request.longest else None
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

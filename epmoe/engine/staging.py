@@ -20,14 +20,16 @@ class Staging:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * IN_FLIGHT
         self._copied: list[torch.cuda.Event | None] = [None] * IN_FLIGHT
 
-    def upload(self, arrays: Sequence[np.ndarray], into: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The arrays on the device, by one asynchronous copy on the current stream.
-
-        Args:
-            into: uint8 device buffer that takes them (see `views`); a new one by default.
-        """
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays on the device, by one asynchronous copy on the current stream."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
+        buffer = torch.empty(buffer_bytes(arrays), dtype=torch.uint8, device=self.device)
+        self.refill(buffer, arrays)
+        return views(buffer, arrays)
+
+    def refill(self, buffer: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
+        """As `upload`, into a uint8 device buffer whose `views` there are."""
         starts, size = _places(arrays)
         self._turn = (self._turn + 1) % IN_FLIGHT
         if (copied := self._copied[self._turn]) is not None:
@@ -35,13 +37,12 @@ class Staging:
         if len(self._buffers[self._turn]) < size:
             self._buffers[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
         host = self._buffers[self._turn][:size]
+        bytes_host = host.numpy()
         for array, start in zip(arrays, starts):
-            host.numpy()[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device) if into is None else into
+            bytes_host[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
         buffer.copy_(host, non_blocking=True)
         self._copied[self._turn] = torch.cuda.Event()
         self._copied[self._turn].record()
-        return views(buffer, arrays)
 
 
 def buffer_bytes(arrays: Sequence[np.ndarray]) -> int:

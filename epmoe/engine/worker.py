@@ -52,7 +52,7 @@ def cause_of(error: BaseException, engine: Engine | None) -> BaseException:
     """A collective broke because a peer is gone: the exchange may know where the device waited for whom."""
     try:
         if engine is not None and isinstance(error, RuntimeError):
-            engine.runner.decoder.exchange.raise_if_failed(patience_s=1.0)
+            engine.runner.decoder.exchange.raise_if_failed(patience_s=4.0)
     except RuntimeError as failure:
         return failure
     return error
@@ -91,7 +91,7 @@ def serve(engine: Engine, info: RankInfo) -> None:
     while not engine.finished:
         gained = engine.step(receive(requests, engine.idle) if requests is not None else [])
         if gained:
-            send("tokens", items=[astuple(output) for output in gained])
+            send("tokens", items=gained)
     for message in recorded_messages(engine):
         send("trace", **message)
     for message in timeline_messages(engine):

@@ -156,7 +156,10 @@ def cut(lens_N3: np.ndarray, group: int, tiling: Tiling, items: int | None) -> n
         seq, token_N[seq], row_X[tile], rows_X[tile], context_N[seq],
         start, np.minimum(start + run_X[tile], stop_X[tile]), part, parts_X[tile],
     )  # fmt: skip
-    return np.stack(columns, 1).astype(np.int32)
+    item_XF = np.empty((len(seq), FIELDS), np.int32)
+    for field, column in enumerate(columns):
+        item_XF[:, field] = column
+    return item_XF
 
 
 def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: torch.device) -> list[Work]:

@@ -61,6 +61,8 @@ class DecodeBatch:
         pinned = device.type == "cuda"
         self._staging = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._sent = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        self._host = [tuple(view.numpy() for view in self._views(staging)) for staging in self._staging]
+        self._columns: list[list[Sequence[int]]] = [[()] * N for _ in range(2)]  # what each table's columns hold
         self._turn = 0
         self.position_T, self.slot_T, first_Y, item_XF, table_PN = self._views(self._device_buffer)
         self.block_table_NP = table_PN.T
@@ -99,10 +101,13 @@ class DecodeBatch:
         staging, sent = self._staging[self._turn], self._sent[self._turn]
         if sent is not None:
             sent.synchronize()
-        position_N, slot_N, first_Y, item_XF, table_PN = (view.numpy() for view in self._views(staging))
+        position_N, slot_N, first_Y, item_XF, table_PN = self._host[self._turn]
+        columns = self._columns[self._turn]
+        for i, (row, held) in enumerate(zip(blocks, columns)):
+            if row != held:
+                table_PN[: len(row), i] = row
+                columns[i] = row[:]
         last_n = np.asarray(kv_lens, dtype=np.int64) - 1
-        for i, row in enumerate(blocks):
-            table_PN[: len(row), i] = row
         position_N[:n], position_N[n:] = last_n, 0
         slot_N[n:] = -1
         slot_N[:n] = table_PN[last_n // shape.block_size, np.arange(n)].astype(np.int64) * shape.block_size
@@ -113,7 +118,7 @@ class DecodeBatch:
         item_XF[: len(items)] = items
         item_XF[len(items) :, SEQUENCE] = -1
         first_Y[:] = np.flatnonzero(items[:, PART] == 0)
-        used = self._starts[-1] + max((len(row) for row in blocks), default=0) * shape.sequences
+        used = self._starts[-1] + max(map(len, blocks), default=0) * shape.sequences
         self._device_buffer[:used].copy_(staging[:used], non_blocking=True)
         if sent is not None:
             sent.record()
