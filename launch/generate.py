@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from epmoe.engine.request import SamplingParams
 from launch import args as shared
@@ -18,7 +20,8 @@ from launch.report import RunReport, summary
 from launch.requests import Requests
 from launch.session import Session, Starting, spawned
 from launch.signals import Drain
-from launch.timeline import write_timeline
+from launch.timeline import spans_by_rank, write_timeline
+from launch.timeline import summary as stage_summary
 from launch.tokenizer import encode, load_tokenizer, tokenizer_sha256
 from placement.errors import UserError
 
@@ -64,22 +67,32 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         exit_code = run_all(requests, completions, params, progress, drain)
         seconds = time.perf_counter() - started
         stats = session.stop()
-    unwritten = None
-    if args.json:
-        unwritten = write_results(args.json, [_entry(completion, params) for completion in completions])
-    if unwritten or not args.json:
+    problems = []
+    if args.json and (unwritten := write_results(args.json, [_entry(each, params) for each in completions])):
+        problems.append(unwritten)
+    if problems or not args.json:
         _print_texts(completions)
     recorded = None
     if args.record_trace:
         hashed = tokenizer_sha256(engine.model)
         recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
-        print(recording.save(recorded, args.record_trace))
+        problems += _written(partial(recording.save, recorded), args.record_trace)
     if args.timeline:
-        print(write_timeline(args.timeline, session.timeline))
+        problems += _written(partial(write_timeline, messages=session.timeline), args.timeline)
+        print("\n".join(stage_summary(spans_by_rank(session.timeline))))
     print(summary(RunReport(engine, args.placement, plan, trace, completions, seconds, ready, stats, recorded)))
-    if unwritten:
-        raise UserError(unwritten)
+    if problems:
+        raise UserError("; ".join(problems))
     return exit_code
+
+
+def _written(write: Callable[[str], str], path: str) -> list[str]:
+    """Write the file and say so; what went wrong if it could not be."""
+    try:
+        print(write(path))
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:

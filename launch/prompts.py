@@ -95,6 +95,11 @@ def write_results(path: str, results: list[dict]) -> str | None:
     return None
 
 
+def cannot_write(path: str | Path, error: OSError) -> str:
+    """For a file whose contents are lost."""
+    return f"cannot write {path}: {error.strerror or error}; give a path with room and run again"
+
+
 def require_writable(path: str) -> None:
     """Raise ``UserError`` before the work is done rather than after it."""
     folder = Path(path).resolve().parent

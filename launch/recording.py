@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.prompts import cannot_write
 from placement.errors import UserError
 from placement.plan import MoEShape
 from placement.trace import Trace, id_dtype
@@ -66,8 +67,11 @@ def merge(messages: list[dict], shape: MoEShape, lengths: dict[int, int], tokeni
 
 
 def save(recorded: Recorded | None, path: str | Path) -> str:
-    """Write the trace; what to tell the user."""
+    """Write the trace; what to tell the user. ``UserError`` if it cannot be written."""
     if recorded is None:
         return f"no token was run: {path} is not written"
-    recorded.trace.save(path)
+    try:
+        recorded.trace.save(path)
+    except OSError as error:
+        raise UserError(cannot_write(path, error)) from None
     return recorded.describe(str(path))

@@ -6,6 +6,9 @@ import json
 from collections import defaultdict
 
 from epmoe.moe.timeline import Hidden, Span, chrome_events, hidden_of
+from launch.prompts import cannot_write
+from placement.errors import UserError
+from placement.textfiles import whole_file
 
 ORDER = (
     "embed",
@@ -27,17 +30,26 @@ def write_timeline(path: str, messages: list[dict]) -> str:
     """Write a Chrome trace (for ui.perfetto.dev) of the ranks' ``timeline`` messages; what to tell the user.
 
     Clocks of one machine's ranks agree; those of several machines are not aligned.
+
+    Raises ``UserError`` if it cannot be written.
     """
+    by_rank = spans_by_rank(messages)
+    events = [event for rank in sorted(by_rank) for event in chrome_events(rank, by_rank[rank])]
+    try:
+        with whole_file(path) as file:
+            file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+    except OSError as error:
+        raise UserError(cannot_write(path, error)) from None
+    full = any(message["full"] for message in messages)
+    count = sum(len(spans) for spans in by_rank.values())
+    return f"timeline {path}: {count} stages{'; the limit was reached, later steps are not in it' if full else ''}"
+
+
+def spans_by_rank(messages: list[dict]) -> dict[int, list[Span]]:
     by_rank: dict[int, list[Span]] = defaultdict(list)
     for message in messages:
         by_rank[message["rank"]] += [Span(*fields) for fields in message["spans"]]
-    events = [event for rank in sorted(by_rank) for event in chrome_events(rank, by_rank[rank])]
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-    full = any(message["full"] for message in messages)
-    count = sum(len(spans) for spans in by_rank.values())
-    head = f"timeline {path}: {count} stages{'; the limit was reached, later steps are not in it' if full else ''}"
-    return "\n".join([head, *summary(by_rank)])
+    return by_rank
 
 
 def summary(by_rank: dict[int, list[Span]]) -> list[str]:

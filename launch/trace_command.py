@@ -78,9 +78,9 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
     if recorded is not None:
         recorded = replace(recorded, full=recorded.trace.num_tokens == args.record_tokens)
-    print(recording.save(recorded, args.output))
     if recorded is not None:
         print(f"{seconds:.2f} s, {recorded.trace.num_tokens / max(seconds, 1e-9):.0f} tokens/s")
+    print(recording.save(recorded, args.output))
     return exit_code
 
 

@@ -34,7 +34,7 @@ from epmoe.moe.makespan import best_makespan, layer_tasks  # noqa: E402
 from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
 from epmoe.moe.timeline import Timeline  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
-from launch.timeline import write_timeline  # noqa: E402
+from launch.timeline import spans_by_rank, summary, write_timeline  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
 
 NOTE = (
@@ -222,8 +222,8 @@ def save_timeline(rank: lib.Rank, tokens: int, path: str) -> str:
         graph.replay()
         timeline.ran(marks)
         rank.exchange.comm.at.step += 1
-    spans = [astuple(span) for span in timeline.read() if span.step == 2]
-    return write_timeline(path, [{"rank": 0, "spans": spans, "full": False}])
+    messages = [{"rank": 0, "spans": [astuple(s) for s in timeline.read() if s.step == 2], "full": False}]
+    return "\n".join([write_timeline(path, messages), *summary(spans_by_rank(messages))])
 
 
 def show(shape: str, gbps: float, case: dict) -> None:

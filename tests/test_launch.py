@@ -373,6 +373,15 @@ def test_a_stop_token_ends_the_output_and_a_full_disk_loses_nothing(spawned, mod
     assert first == f"the token goes\n{tiny_tokenizer().decode(want[:3], skip_special_tokens=True)}\n\n"
 
 
+@pytest.mark.parametrize("option", ["--timeline", "--record-trace"])
+def test_a_full_disk_costs_its_file_and_not_the_summary(model, prompts, tmp_path, capsys, option):
+    argv = _generate(model, prompts, tmp_path / "out.json")
+    assert main([*argv, option, "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("cannot write /dev/full: No space left on device") == 1 and "Traceback" not in err
+    assert "combine exact" in out and ("communication hidden" in out) == (option == "--timeline")
+
+
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):
     run = Run(tmp_path / "run", *_generate(model, prompts, tmp_path / "out.json"), torchrun=2)
     _, results = _finished(run, tmp_path)

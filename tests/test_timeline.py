@@ -17,7 +17,7 @@ from epmoe.engine.engine import Engine
 from epmoe.engine.worker import timeline_messages
 from epmoe.moe.overlap import ATTENTION, Step
 from epmoe.moe.timeline import COMPUTE, TRAVEL, UNREAD, Span, Timeline, hidden_of
-from launch.timeline import write_timeline
+from launch.timeline import spans_by_rank, summary, write_timeline
 
 LAYER = ("attention", "router", "dispatch", "shared", "arrive", "experts", "combine", "sum")
 
@@ -74,7 +74,8 @@ def test_a_run_shows_every_stage_of_every_layer(tmp_path, rank_pool, overlap):
     script = Script([(n, list(range(5, 25)), {"temperature": 0.0, "max_tokens": 3}) for n in range(2)])
     messages = [message for part in rank_pool(2).run(_drive, config, script) for message in part]
     path = tmp_path / "timeline.json"
-    text = write_timeline(str(path), messages)
+    assert "stages" in write_timeline(str(path), messages)
+    text = "\n".join(summary(spans_by_rank(messages)))
     assert "communication hidden" in text and "by layer" in text
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "M"}
