@@ -9,7 +9,7 @@ within this GPU's memory and is paced to the link: nothing leaves the GPU.  Comp
 modes.  Modes are replayed A B A B.
 
 ``bound``: makespan of the two lanes' stage graph on one compute and one communication resource
-(``epmoe/moe/makespan.py``), from stage times of half a batch measured alone.  ``hidden`` = (sum of compute + sum of
+(``scripts/least_makespan.py``), from stage times of half a batch measured alone.  ``hidden`` = (sum of compute + sum of
 communication - overlapped) / sum of communication.
 """
 
@@ -30,12 +30,13 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.moe.lane_cost import StageTimes, choose_lanes  # noqa: E402
-from epmoe.moe.makespan import best_makespan, layer_tasks  # noqa: E402
+from epmoe.moe.makespan import layer_tasks  # noqa: E402
 from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
 from epmoe.moe.timeline import Timeline  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
 from launch.timeline import spans_by_rank, summary, write_timeline  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
+from scripts.least_makespan import best_makespan  # noqa: E402
 
 NOTE = (
     "the link is EMULATED: one GPU, a kernel of {ctas} CTAs moves a rank's real bytes in local memory, paced to the"

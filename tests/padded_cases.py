@@ -1,4 +1,4 @@
-"""The kernels of ops/padded_rows.py against their twins, on any device."""
+"""The kernels of ops/padded_rows.py and ops/padded_answers.py against their twins, on any device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from epmoe.ops.padded_rows import BlockLayout, pack_answers_ref, pack_rows_ref
+from epmoe.ops.padded_answers import pack_answers_ref
+from epmoe.ops.padded_rows import BlockLayout, pack_rows_ref
 
 LAYOUT = BlockLayout(3, 7, 21, 3, 20, torch.float32, 5, False)
 LAYOUTS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,14 @@ def test_gpus_without_peer_memory_have_an_exchange_for_every_graph(monkeypatch, 
 def test_blocks_in_one_go_are_priced_with_a_row_for_every_token():
     assert wire_bytes("oneshot", shape(), 4, 100) == wire_bytes("oneshot", shape(capacity_factor=0.5), 4, 100)
     assert wire_bytes("padded", shape(), 4, 100) > wire_bytes("padded", shape(capacity_factor=0.5), 4, 100)
+
+
+def test_rows_in_8_bits_cost_p2p_less_and_the_others_as_much():
+    wide = ExchangeShape(4, 2048, 1024, 2, torch.bfloat16, "reduce")
+    narrow = replace(wide, wire="fp8")
+    assert wire_bytes("p2p", narrow, 4, 100) == pytest.approx(wire_bytes("p2p", wide, 4, 100) * (1 + 1056 / 2048) / 2)
+    for name in ("alltoall", "oneshot", "padded"):
+        assert wire_bytes(name, narrow, 4, 100) == wire_bytes(name, wide, 4, 100)
 
 
 def test_a_huge_capacity_is_a_row_for_every_token():

@@ -14,7 +14,8 @@ from ranks import RankPool
 from epmoe.comm import Comm
 from epmoe.moe.exchange import Exchange, Received
 from epmoe.moe.open_exchange import open_exchange
-from epmoe.ops.padded_rows import pack_answers_triton, pack_rows_triton
+from epmoe.ops.padded_answers import pack_answers_triton
+from epmoe.ops.padded_rows import pack_rows_triton
 
 pytestmark = pytest.mark.gpu
 KINDS = ["alltoall", "padded", "p2p"]

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from epmoe.moe.lane_cost import StageTimes, choose_lanes, split_time, unsplit_time
-from epmoe.moe.makespan import COMPUTE, LAYER, LINK, Task, best_makespan, layer_tasks, lower_bound, makespan
+from epmoe.moe.makespan import COMPUTE, LAYER, LINK, Task, layer_tasks, makespan
+from scripts.least_makespan import best_makespan, lower_bound
 
 
 def brute_force(tasks: list[Task]) -> float:

@@ -16,6 +16,7 @@ import torch
 from epmoe.comm import Comm
 from epmoe.moe.exchange import Exchange, ExchangeShape, Received, Traffic
 from epmoe.moe.padded import block_layout
+from epmoe.ops import wire
 from placement.errors import UserError
 
 
@@ -58,7 +59,8 @@ def wire_bytes(name: str, shape: ExchangeShape, world: int, tokens: int) -> floa
         rows = world * layout.block_rows
     if name == "padded":
         answers = world * layout.answers
-    return (rows + answers) * shape.row_bytes
+    narrow = name == "p2p" and shape.wire == "fp8"  # the others send rounded rows in the model dtype
+    return rows * (wire.wire_bytes(shape.hidden) if narrow else shape.row_bytes) + answers * shape.row_bytes
 
 
 class BySize:

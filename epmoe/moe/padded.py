@@ -16,7 +16,8 @@ from epmoe.comm import Comm, Pending
 from epmoe.moe.exchange import LANES, ExchangeShape, RaisesItself, Received, Traffic
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
-from epmoe.ops.padded_rows import COUNT, OVERFLOW, BlockLayout, Packed, pack_answers, pack_rows
+from epmoe.ops.padded_answers import pack_answers
+from epmoe.ops.padded_rows import COUNT, OVERFLOW, BlockLayout, Packed, pack_rows
 
 
 @dataclass(frozen=True)

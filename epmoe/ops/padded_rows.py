@@ -138,21 +138,6 @@ def answer_index(placed: Placed, layout: BlockLayout) -> torch.Tensor:
     return ((first_W + number_TKW + 1) * fits_TKW).sum(-1, dtype=torch.int32) - 1
 
 
-def pack_answers_ref(out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLayout, blocks_WAD: torch.Tensor) -> None:
-    """Exact mode: fill ``blocks_WAD`` (``[W, A, D]``) with the pairs of each source's rows, in (row, choice) order.
-
-    Args:
-        pos_RK: int32 place in ``out_MD`` of each choice of the received rows ``[W * (H + C), K]``, or -1.
-    """
-    W, A = layout.world, layout.answers
-    pos_WN = pos_RK.view(W, -1)
-    number_WN = (pos_WN >= 0).cumsum(1) - 1
-    fits_WN = (pos_WN >= 0) & (number_WN < A)
-    pair_WA = torch.zeros((W, A + 1), dtype=torch.int64, device=pos_RK.device)
-    pair_WA.scatter_(1, number_WN.where(fits_WN, A), pos_WN.clamp(min=0).long())
-    blocks_WAD.copy_(out_MD[pair_WA[:, :A]])
-
-
 @triton.jit
 def _place_kernel(
     slot_ptr,
@@ -258,34 +243,6 @@ def _fill_kernel(
             tl.store(words + 1, over)
 
 
-@triton.jit
-def _number_kernel(pos_ptr, pair_ptr, count_ptr, N, A, BN: tl.constexpr, PDL: tl.constexpr):
-    """Program s lists the pairs of source s; count_ptr int32 [W]: how many they are."""
-    wait_for_inputs(PDL)
-    s = tl.program_id(0)
-    pairs = tl.zeros([], tl.int32)
-    for start in range(0, N, BN):
-        n = start + tl.arange(0, BN)
-        pos = tl.load(pos_ptr + s * N + n, mask=n < N, other=-1)
-        here = (pos >= 0).to(tl.int32)
-        number = pairs + tl.cumsum(here, 0) - 1
-        tl.store(pair_ptr + s * A + number, pos, mask=(here > 0) & (number < A))
-        pairs += tl.sum(here, 0)
-    tl.store(count_ptr + s, pairs)
-
-
-@triton.jit
-def _answer_kernel(out_ptr, pair_ptr, count_ptr, block_ptr, A, D, BD: tl.constexpr, PDL: tl.constexpr):
-    """Program (s * A + a, column chunk) copies answer a of source s."""
-    wait_for_inputs(PDL)
-    n = tl.program_id(0)
-    if n % A < tl.load(count_ptr + n // A):
-        pair = tl.load(pair_ptr + n).to(tl.int64)
-        d = tl.program_id(1) * BD + tl.arange(0, BD)
-        row = tl.load(out_ptr + pair * D + d, mask=d < D, other=0.0)
-        tl.store(block_ptr + n.to(tl.int64) * D + d, row, mask=d < D)
-
-
 def pack_rows_triton(
     x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, layout: BlockLayout, blocks_WBD: torch.Tensor
 ) -> Packed:
@@ -310,30 +267,8 @@ def pack_rows_triton(
     return Packed(index_TJ, count_5W)
 
 
-def pack_answers_triton(
-    out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLayout, blocks_WAD: torch.Tensor
-) -> None:
-    """`pack_answers_ref` in two kernels; places past the last pair are left as they are."""
-    W, A, D = layout.world, layout.answers, layout.hidden
-    pair_WA = torch.empty((W, A), dtype=torch.int32, device=out_MD.device)
-    count_W = torch.empty(W, dtype=torch.int32, device=out_MD.device)
-    options = pdl_options(out_MD)
-    _number_kernel[(W,)](
-        pos_RK.contiguous(), pair_WA, count_W, pos_RK.numel() // W, A, BN=1024, num_warps=4, **options
-    )  # fmt: skip
-    columns = min(triton.next_power_of_2(D), 2048)
-    _answer_kernel[(W * A, triton.cdiv(D, columns))](
-        out_MD, pair_WA, count_W, blocks_WAD, A, D, BD=columns, num_warps=max(1, min(8, columns // 256)), **options
-    )  # fmt: skip
-
-
 def pack_rows(
     x_TD: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, layout: BlockLayout, blocks_WBD: torch.Tensor
 ) -> Packed:
     """`pack_rows_ref`; the kernels on CUDA."""
     return (pack_rows_triton if x_TD.is_cuda else pack_rows_ref)(x_TD, slot_TK, weight_TK, layout, blocks_WBD)
-
-
-def pack_answers(out_MD: torch.Tensor, pos_RK: torch.Tensor, layout: BlockLayout, blocks_WAD: torch.Tensor) -> None:
-    """`pack_answers_ref`; the kernels on CUDA."""
-    (pack_answers_triton if out_MD.is_cuda else pack_answers_ref)(out_MD, pos_RK, layout, blocks_WAD)

@@ -4,7 +4,8 @@ import padded_cases
 import pytest
 from triton import knobs
 
-from epmoe.ops.padded_rows import pack_answers_triton, pack_rows_triton
+from epmoe.ops.padded_answers import pack_answers_triton
+from epmoe.ops.padded_rows import pack_rows_triton
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
 
