@@ -26,8 +26,11 @@ from epmoe.comm import Comm, open_buffers, open_comm
 from epmoe.moe.exchange import ExchangeShape
 from epmoe.moe.p2p import P2P
 from epmoe.ops.moe_index import build_index
+from epmoe.ops.p2p_combine import combine_put
+from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, Layout
-from epmoe.ops.p2p_put import PutOptions, Ranks, combine_plan, combine_put, dispatch_put, peer_order, virtual_ranks
+from epmoe.ops.p2p_plan import combine_plan
+from epmoe.ops.p2p_ranks import PutOptions, Ranks, peer_order, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, RECORD, Place, read_failure, wait_signals
 from epmoe.ops.wire import to_wire, wire_bytes
 

@@ -12,8 +12,8 @@ from epmoe.moe.layer import Routing
 from epmoe.moe.p2p import P2P
 from epmoe.moe.p2p_transports import PutRoute, PutSending
 from epmoe.ops.combine import weighted_sum
+from epmoe.ops.p2p_combine import combine_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH
-from epmoe.ops.p2p_put import combine_put
 from scripts import overlap_bench_lib as lib
 
 

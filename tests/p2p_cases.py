@@ -9,8 +9,11 @@ from epmoe.moe.exchange import ExchangeShape
 from epmoe.moe.p2p import P2P, buffer_size
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import build_index
+from epmoe.ops.p2p_combine import combine_put
+from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, STATE, STEP, Layout
-from epmoe.ops.p2p_put import PutOptions, combine_plan, combine_put, dispatch_put, virtual_ranks
+from epmoe.ops.p2p_plan import combine_plan
+from epmoe.ops.p2p_ranks import PutOptions, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, Place, read_failure, wait_signals
 
 

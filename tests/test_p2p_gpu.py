@@ -19,7 +19,7 @@ from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
-from epmoe.ops.p2p_put import PutOptions
+from epmoe.ops.p2p_ranks import PutOptions
 from epmoe.ops.wire import from_wire, from_wire_ref, rounded, to_wire, to_wire_ref
 from placement.plan import plan_from_ranks
 

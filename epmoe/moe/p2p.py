@@ -4,7 +4,8 @@ A rank writes rows straight to their place in its peers' buffers and then signal
 passes a host or a collective.  Two transports under one protocol (`moe.p2p_transports`), chosen by the step's agreed
 size:
 
-* put: a few programs of a kernel store the rows (`ops.p2p_put`).  Static shapes, no count on the host: capturable.
+* put: a few programs of a kernel store the rows (`ops.p2p_dispatch`, `ops.p2p_combine`).  Static shapes, no count on
+  the host: capturable.
 * copy: rows are packed by destination, then the copy engines move one block a peer (`ops.p2p_copy`).  No SM is taken;
   the host must know the sizes, so ``dispatch_send`` waits for the counts, as in ``alltoall``.
 
@@ -27,7 +28,7 @@ from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
 from epmoe.moe.p2p_transports import Copy, Device, Put, open_lanes
 from epmoe.moe.peer_order import matched_order
 from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
-from epmoe.ops.p2p_put import PutOptions, peer_order
+from epmoe.ops.p2p_ranks import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
 from epmoe.ops.wire import wire_bytes
 

@@ -23,9 +23,12 @@ from epmoe.moe.alltoall import choice_index, rank_index
 from epmoe.moe.exchange import ExchangeShape, Received, pairs_likely
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.moe_index import MoEIndex, build_index
+from epmoe.ops.p2p_combine import combine_put
 from epmoe.ops.p2p_copy import Packed, Sizes, pack_rows, send_signal
+from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, HEADER, Layout
-from epmoe.ops.p2p_put import CombinePlan, PutOptions, Ranks, combine_plan, combine_put, dispatch_put
+from epmoe.ops.p2p_plan import CombinePlan, combine_plan
+from epmoe.ops.p2p_ranks import PutOptions, Ranks
 from epmoe.ops.p2p_signal import Place, wait_signals
 from epmoe.ops.wire import from_wire, to_wire
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 from epmoe.ops.p2p_layout import HEADER, Layout
-from epmoe.ops.p2p_put import MAX_BLOCK, Ranks
+from epmoe.ops.p2p_ranks import MAX_BLOCK, Ranks
 from epmoe.ops.p2p_signal import finish_send
 
 SIGNAL = tl.constexpr(HEADER)

@@ -5,8 +5,8 @@ import torch
 from p2p_cases import Case, VirtualExchange, inputs, reference
 from triton import knobs
 
+from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import DISPATCH
-from epmoe.ops.p2p_put import dispatch_put
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
 CASES = [  # the interpreter cuts bfloat16 instead of rounding, so sums are of other types
