@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from placement.errors import UserError
-from placement.homes import Affinity, assign_homes, fit_affinity, remote_rows_RW
+from placement.homes import COPY_SLACK, HOME_SLACK, Affinity, assign_homes, fit_affinity, remote_rows_RW
 from placement.joint import Budget, add_copies, improve, layer_limits, start_layout
 from placement.layout import Layout, Sample, draw_sample, even_price, home_weights, plan_of, weights_of
 from placement.solution import Objective, Problem, Solution, finish
+from placement.unseen import even_for_plan
 
-HOME_SLACK = 1.09  # most tokens of a home over the mean
 HOT, COLD = 0.25, 0.1  # of a round; below COLD exchanges only undo each other
 WARM = 0.12  # of the last round, which fits the plan to its homes without leaving its basin
 ROUNDS, ROUNDS_BEFORE_COPIES, COPY_ROUNDS = 6, 2, 6  # without spare slots; with them
@@ -34,25 +34,28 @@ def solve_homes(problem: Problem) -> Solution:
 
 
 def place_with_homes(
-    problem: Problem, slack: float = HOME_SLACK, probe: int = 32
+    problem: Problem, slack: float | None = None, probe: int = 32
 ) -> tuple[Solution, np.ndarray, Affinity]:
     """(solution, homes of the training requests, affinity for new ones).
 
     Args:
         problem: with a trace; its sequences are requests. Its own ``homes`` are ignored.
-        slack: most tokens of a home over the mean.
+        slack: most tokens of a home over the mean; ``None``: as :func:`placement.homes.home_slack`.
         probe: tokens that are seen of a new request before its home is chosen.
     """
     if problem.train is None or not len(problem.train.seq_lens):
         raise UserError("homes are chosen for requests; give a trace, not only counts")
     started, trace = time.perf_counter(), problem.train
-    problem = replace(problem, homes=None)
+    problem, slack = replace(problem, homes=None), slack or (COPY_SLACK if problem.spare_slots else HOME_SLACK)
     layout, history = _best_start(problem, slack, started)
     single = ROUNDS_BEFORE_COPIES if problem.spare_slots else ROUNDS
     rounds = single + (COPY_ROUNDS if problem.spare_slots else 0)
     for step in range(rounds):
-        homes = assign_homes(-remote_rows_RW(plan_of(problem, layout), trace), trace.seq_lens, slack)
-        problem = replace(problem, homes=homes)
+        plan = plan_of(problem, layout)
+        score_RW = -remote_rows_RW(plan, trace)
+        problem = replace(problem, homes=assign_homes(score_RW, trace.seq_lens, slack))
+        if problem.drift is not None:
+            problem = even_for_plan(problem, plan, score_RW, slack)
         now = time.perf_counter()
         share = (problem.seconds - (now - started)) / (rounds - step)
         budget = Budget(now, max(share, 0.02 * problem.seconds), WARM if step == rounds - 1 else HOT, COLD)

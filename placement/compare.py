@@ -10,17 +10,14 @@ import numpy as np
 from placement import cost, lower_bound
 from placement.cohome import place_with_homes
 from placement.errors import UserError
-from placement.greedy import single_slots_W
 from placement.home_rules import choose_homes
-from placement.joint import solve_joint
 from placement.methods import OBJECTIVES, Method
-from placement.robust import crossed_rise, drift_variance, shrunk_cap, tail_rise
 from placement.solution import Problem, Solution, figures
 from placement.states import layer_caps
 from placement.trace import Trace
 
+HOME_OBJECTIVE = OBJECTIVES["dispatch_rows"]
 PROBE = 32  # tokens of a request that are routed before its home is chosen
-EVEN_PRICES = (20.0, 10.0, 5.0, 2.5)  # a spread of 2% costs 0.008 to 0.001 rows per (token, choice)
 FIGURES = ("compute_tail", "compute_tail_worst_layer", "locality", "fan_out", "dispatch_rows", "combine_rows")
 
 
@@ -123,56 +120,11 @@ def _with_homes(problem: Problem, traces: tuple[Trace, Trace]) -> Row:
 
     The objective is what homes are chosen for, dispatch rows, also where other methods are given another.
     """
-    problem = replace(problem, objective=OBJECTIVES["dispatch_rows"])
+    problem = replace(problem, objective=HOME_OBJECTIVE)
     solution, train_homes, affinity = place_with_homes(problem, probe=PROBE)
-    held_homes = choose_homes(affinity, traces[1], "probe", PROBE)
+    held_homes = choose_homes(solution.plan, affinity, traces[1], ("probe", PROBE))
     costs = [judge(solution, problem, trace, homes) for trace, homes in zip(traces, (train_homes, held_homes))]
     return Row(solution, *costs, homes=f"probe:{PROBE}")
-
-
-def cap_for_unseen(problem: Problem) -> float:
-    """The cap on training tokens under which unseen ones should keep ``problem.cap``, by resampling sequences.
-
-    Judged on a quick plan of the kind that will be made: what rises together on one rank depends on the plan.
-    """
-    quick = replace(problem, seconds=0.1 * problem.seconds, progress=None, old_plan=None, max_moves=None)
-    return shrunk_cap(problem, solve_joint(quick).plan)
-
-
-def even_for_unseen(problem: Problem) -> Problem:
-    """The problem with the lowest price of uneven load under which unseen tokens should keep ``problem.cap``.
-
-    The tail of unseen tokens comes from quick plans at four prices (and is interpolated between them): the training
-    tail, what resampling adds, and the drift between the halves of the recordings where requests are pieces of them.
-    No held-out token is looked at. At equal tails a price leaves fewer rows than a lower cap: loads that are spread
-    cost unseen tokens less than several GPUs that are exactly at a cap.
-    """
-    quick = replace(problem, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
-    single_W = single_slots_W(problem)
-    if single_W.min() > 0:
-        quick = replace(quick, slots_W=single_W)  # copies come once homes are known, and are evened as well
-    speed_W, train = problem.topology.speed_W, problem.train
-    drift, found = None, None
-    for even in EVEN_PRICES:
-        plan = solve_joint(replace(quick, even=even)).plan
-        rise = tail_rise(plan, train, speed_W, problem.seed)
-        if drift is None:
-            drift = _drift(replace(quick, even=even), rise)
-        tail = float(cost.compute_tail_L(cost.evaluate(plan, train).load_LW, speed_W).mean())
-        tail += float(np.hypot(rise, np.sqrt(drift)))
-        if tail > problem.cap:
-            if found is not None:  # between two prices: linear in the logarithm
-                share = (problem.cap - found[1]) / (tail - found[1])
-                found = found[0] * (even / found[0]) ** share, problem.cap
-            break
-        found = even, tail
-    return replace(problem, even=EVEN_PRICES[0] if found is None else found[0])
-
-
-def _drift(quick: Problem, drawn: float) -> float:
-    if quick.recordings is None:
-        return 0.0
-    return drift_variance(crossed_rise(quick, lambda half: solve_joint(half).plan), drawn)
 
 
 def term_bounds(problem: Problem, seconds: float) -> dict[str, float]:

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from placement.errors import UserError
-from placement.homes import Affinity, assign_homes, score_prompt, score_routing
+from placement.homes import Affinity, assign_homes, home_slack, score_prompt, score_routing
+from placement.plan import Plan
 from placement.trace import Trace
 
 
-def choose_homes(affinity: Affinity, trace: Trace, rule: str, first: int) -> np.ndarray:
+def choose_homes(plan: Plan, affinity: Affinity, trace: Trace, how: tuple[str, int]) -> np.ndarray:
     """int64 ``[sequences]`` from the first tokens of each: their ids (``prompt``) or their routing (``probe``).
 
-    All requests are assigned together; home loads stay near the mean.
+    ``how``: (``prompt`` or ``probe``, number of tokens). All requests are assigned together; home loads stay near the
+    mean.
     """
+    rule, first = how
     spans = [slice(a, min(b, a + first)) for a, b in zip(trace.sequence_starts(), trace.sequence_starts()[1:])]
     if rule == "probe":
         scores = [score_routing(trace.expert_ids_TLK[span], affinity.expert_rank_LEW) for span in spans]
@@ -27,7 +30,7 @@ def choose_homes(affinity: Affinity, trace: Trace, rule: str, first: int) -> np.
         if len(hashes) > 1:
             raise UserError(f"{trace.source} and the affinity file are of different tokenizers; record the trace again")
         scores = [score_prompt(trace.token_ids_T[span], affinity.token_rank_VW) for span in spans]
-    return assign_homes(np.array(scores), trace.seq_lens)
+    return assign_homes(np.array(scores), trace.seq_lens, home_slack(plan))
 
 
 def read_homes(path: str | Path, sequences: int) -> np.ndarray:

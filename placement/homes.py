@@ -27,6 +27,8 @@ from placement.plan import Plan
 from placement.textfiles import whole_file
 from placement.trace import Trace
 
+HOME_SLACK = 1.09  # most tokens of a home over the mean
+COPY_SLACK = 1.03  # where experts have copies: there uneven homes are uneven load, and even ones cost few rows
 RIDGE = 30.0  # in units of the mean squared distance of a training request from the mean
 _CHUNK_CELLS = 1 << 21
 
@@ -95,11 +97,18 @@ def score_routing(expert_ids_TLK: np.ndarray, expert_rank_LEW: np.ndarray) -> np
     return table.astype(np.float32).sum((0, 1, 2)) / np.float32(max(1, T))
 
 
-def assign_homes(score_RW: np.ndarray, tokens_R: np.ndarray, slack: float = 1.08) -> np.ndarray:
+def home_slack(plan: Plan) -> float:
+    """The slack of :func:`assign_homes` that suits a plan."""
+    return COPY_SLACK if (plan.copies_LE > 1).any() else HOME_SLACK
+
+
+def assign_homes(
+    score_RW: np.ndarray, tokens_R: np.ndarray, slack: float = HOME_SLACK, improve: bool = True
+) -> np.ndarray:
     """int64 ``[R]``: homes of a batch of requests, most score per token, no home above ``slack`` times the mean tokens.
 
-    (Or above the longest request, where that is more.) Requests with most to lose choose first; then the best move or
-    exchange until none helps.
+    (Or above the longest request, where that is more.) Requests with most to lose choose first; then, with ``improve``,
+    the best move or exchange until none helps.
     """
     R, W = score_RW.shape
     tokens_R = np.asarray(tokens_R, np.float64)
@@ -111,7 +120,7 @@ def assign_homes(score_RW: np.ndarray, tokens_R: np.ndarray, slack: float = 1.08
         choice_W = np.where(fits_W, value_RW[request], -np.inf) if fits_W.any() else -load_W
         homes[request] = choice_W.argmax()
         load_W[homes[request]] += tokens_R[request]
-    for _ in range(20 * R):
+    for _ in range(20 * R if improve else 0):
         if not _improve_once(homes, load_W, value_RW, tokens_R, cap):
             break
     return homes

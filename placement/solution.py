@@ -70,6 +70,8 @@ class Problem:
         even: price of uneven load where rows are searched for: a load spread of s (standard deviation over GPUs, in
             units of the mean) costs ``even * s**2`` rows per (token, choice). Beside ``cap``: what unseen tokens make
             of the fullest GPU depends on how many are nearly full.
+        drift: variance that the tail of unseen tokens has beyond the noise of their number, where ``cap`` is for unseen
+            tokens and ``even`` follows the plan; ``None``: both are as given.
         recordings: of each recording in ``train`` the tokens of its whole sequences, int, where ``train`` holds pieces
             of them as requests; ``None``: its sequences are whole.
         combine: ``exact`` or ``reduce``.
@@ -91,6 +93,7 @@ class Problem:
     move_price: float = 0.0
     homes: np.ndarray | None = None
     even: float = 0.0
+    drift: float | None = None
     recordings: tuple[np.ndarray, ...] | None = None
     combine: str = "exact"
     calibration: cost.Calibration = cost.Calibration()

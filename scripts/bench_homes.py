@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from placement import cost  # noqa: E402
-from placement.cohome import HOME_SLACK, place_with_homes  # noqa: E402
-from placement.compare import even_for_unseen  # noqa: E402
-from placement.homes import Affinity, assign_homes, remote_rows_RW, score_prompt, score_routing  # noqa: E402
+from placement.cohome import place_with_homes  # noqa: E402
+from placement.homes import Affinity, assign_homes, home_slack, remote_rows_RW, score_prompt, score_routing  # noqa: E402
 from placement.plan import Plan, linear_plan  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
+from placement.unseen import even_for_unseen  # noqa: E402
 
 DSV2 = tuple(f"dsv2lite_{name}" for name in ("intent", "law", "summary"))
 LANGUAGES = ("code_python", "de_man", "en_kernel", "fr_man", "pt_book", "ru_book", "zh_book")
@@ -114,7 +114,7 @@ def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Name
     solution, _, affinity = place_with_homes(problem, probe=case.probe)
     rows = []
     for source, score_RW in scores(solution.plan, held_out, affinity, case.probe).items():
-        homes = assign_homes(score_RW, held_out.seq_lens, HOME_SLACK)
+        homes = assign_homes(score_RW, held_out.seq_lens, home_slack(solution.plan))
         costs = cost.evaluate(solution.plan, held_out, homes=homes)
         row = {
             "case": name,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from placement import methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
-from placement.cli.solve import add_solver_arguments, for_unseen, problem_of, whole_lens
-from placement.compare import FIGURES, LoadRow, Row, compare, compare_loads, sum_bound, term_bounds
+from placement.cli.solve import add_solver_arguments, for_unseen, priced, problem_of, whole_lens
+from placement.compare import FIGURES, HOME_OBJECTIVE, LoadRow, Row, compare, compare_loads, sum_bound, term_bounds
 from placement.errors import UserError
 from placement.report import plot_frontier
 from placement.solution import Problem
@@ -64,14 +64,16 @@ def run(args: argparse.Namespace) -> int:
     train, held = inputs.split_all(inputs.load_traces(args), args.holdout)
     whole = whole_lens(train) if args.cut else None
     train, held = inputs.cut_requests(train, args.cut), inputs.cut_requests(held, args.cut)
-    problem = for_unseen(problem_of(args, train, topology, recordings=whole), args)
+    asked = problem_of(args, train, topology, recordings=whole)
+    problem = for_unseen(asked, args)
     held_out = join(held, "held-out")
     rows: list[Row] = []
     bounds = term_bounds(problem, min(BOUND_SECONDS, args.seconds / 4))
     bound = sum_bound(problem, bounds)
     for method in (methods.for_domains(each, train, args.worst) for each in chosen):
+        given = priced(replace(asked, objective=HOME_OBJECTIVE), args) if method.places_homes else problem
         with progress_line(method.name, None if method.places_homes else bound) as show:
-            rows += compare([method], replace(problem, progress=show), (problem.train, held_out), _left_out, bound)
+            rows += compare([method], replace(given, progress=show), (problem.train, held_out), _left_out, bound)
     content = _content(rows)
     if args.json != "-":
         _show(rows, problem, held_out.num_tokens, bounds)

@@ -259,4 +259,4 @@ def load_homes(rule: str, plan: Plan, plan_path: str, trace: Trace) -> np.ndarra
         raise UserError(f"{plan_path} has no affinity file for --homes {rule}; solve it with --probe or method homes")
     affinity = Affinity.load(Path(plan_path).parent / plan.affinity)
     affinity.require_fits(plan)
-    return choose_homes(affinity, trace, match[1], int(match[2]))
+    return choose_homes(plan, affinity, trace, (match[1], int(match[2])))

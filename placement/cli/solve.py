@@ -12,7 +12,7 @@ from placement import cost, methods
 from placement.cli import inputs
 from placement.cli.console import note, print_table, progress_line, require_writable, write_json
 from placement.cohome import place_with_homes
-from placement.compare import FIGURES, PROBE, cap_for_unseen, even_for_unseen, judge, sum_bound, term_bounds, with_bound
+from placement.compare import FIGURES, PROBE, judge, sum_bound, term_bounds, with_bound
 from placement.errors import UserError
 from placement.home_rules import choose_homes
 from placement.homes import Affinity, fit_affinity
@@ -21,6 +21,7 @@ from placement.profile import Profile
 from placement.solution import Problem, Solution, make_problem
 from placement.topology import Topology
 from placement.trace import Trace, join
+from placement.unseen import cap_for_unseen, even_for_unseen
 
 HELP = "decide which GPU holds which expert"
 EXAMPLES = """\
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     }
     problem = problem_of(args, train, topology, usual, **extra)
     if method.searches:
-        problem = for_unseen(problem, args, method.places_homes)
+        problem = priced(problem, args) if method.places_homes else for_unseen(problem, args)
     found = solve_method(methods.for_domains(method, train if loads is None else (), args.worst), problem, args)
     if args.output:
         found = _save(found, args)
@@ -186,17 +187,19 @@ def problem_of(
     )
 
 
-def for_unseen(problem: Problem, args: argparse.Namespace, homes: bool = False) -> Problem:
-    """The problem with its cap lowered so that unseen tokens keep it, unless the cap was given for training tokens.
-
-    Method homes has uneven load priced instead.
-    """
+def priced(problem: Problem, args: argparse.Namespace) -> Problem:
+    """As :func:`for_unseen`, for method homes: uneven load has a price in place of a lower cap."""
     if args.cap is not False or problem.cap is None or problem.train is None:
         return problem
-    if homes:
-        priced = even_for_unseen(problem)
-        note(f"uneven load is priced at {priced.even:.2f}, for a load cap of {problem.cap:g} on unseen tokens")
-        return priced
+    found = even_for_unseen(problem)
+    note(f"uneven load is priced at {found.even:.2f} at first, for a load cap of {problem.cap:g} on unseen tokens")
+    return found
+
+
+def for_unseen(problem: Problem, args: argparse.Namespace) -> Problem:
+    """The problem with its cap lowered so that unseen tokens keep it, unless the cap was given for training tokens."""
+    if args.cap is not False or problem.cap is None or problem.train is None:
+        return problem
     lowered = cap_for_unseen(problem)
     note(f"load cap {lowered:.4f} on training tokens, for {problem.cap:g} on unseen ones (or set it by --cap)")
     return replace(problem, cap=lowered)
@@ -212,7 +215,8 @@ def describe(found: Found, problem: Problem, held: Trace | None, args: argparse.
     homes = found.homes, None
     if found.affinity is not None:
         result["homes"] = f"probe:{args.probe}"
-        homes = [trace and choose_homes(found.affinity, trace, "probe", args.probe) for trace in traces]
+        how = "probe", args.probe
+        homes = [trace and choose_homes(solution.plan, found.affinity, trace, how) for trace in traces]
     if found.homes is not None:
         homes = found.homes, homes[1]
     for name, trace, chosen in zip(("train", "held_out"), traces, homes):
