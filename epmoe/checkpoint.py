@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES
 from epmoe.layout import empty_weights
 from epmoe.model.weights import ModelWeights
+from epmoe.model_config import ModelConfig
 from epmoe.ops.fp8 import SCALE_SUFFIX, scale_shape
 from epmoe.reading import read_pieces
 from epmoe.shards import DTYPES, FP8, Entry, Headers, read_headers

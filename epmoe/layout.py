@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES, MLPNames
 from epmoe.model.weights import AttentionWeights, DenseMLP, ExpertWeights, LayerWeights, ModelWeights, MoEWeights
+from epmoe.model_config import ModelConfig
 from epmoe.ops.experts import GATE_BLOCK
 from epmoe.ops.fp8 import FP8, SCALE_SUFFIX, fits_blocks, scale_shape
 

@@ -6,8 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from epmoe.config import EngineConfig, ModelConfig, check_engine
+from epmoe.config import EngineConfig, check_engine
 from epmoe.engine.request import SamplingParams
+from epmoe.model_config import ModelConfig
 from launch.env import cores, has_gpu, tuned_file
 from launch.hub import resolve_model
 from launch.recording import RECORD_TOKENS

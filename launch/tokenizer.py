@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
+from epmoe.model_config import ModelConfig
 from launch.prompts import Prompt
 from placement.errors import UserError
 

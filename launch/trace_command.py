@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
 from epmoe.engine.request import SamplingParams
+from epmoe.model_config import ModelConfig
 from launch import args as shared
 from launch import recording
 from launch.completion import Completion

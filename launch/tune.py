@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from epmoe.ops.tuned import Tuned, TunedCase
 from launch.env import has_gpu, tuned_file
 from launch.hub import resolve_model

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.checkpoint import load_weights  # noqa: E402
-from epmoe.config import ModelConfig  # noqa: E402
 from epmoe.layout import empty_weights  # noqa: E402
+from epmoe.model_config import ModelConfig  # noqa: E402
 from epmoe.reading import PART_BYTES, READERS  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 

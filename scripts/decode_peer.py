@@ -21,8 +21,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from epmoe.config import ModelConfig  # noqa: E402
 from epmoe.model.weights import LayerWeights, ModelWeights  # noqa: E402
+from epmoe.model_config import ModelConfig  # noqa: E402
 
 CASES = ((1, (4, 20)), (256, (4, 20)))  # requests, new tokens of the shorter and of the longer run
 PROMPT = 64  # tokens

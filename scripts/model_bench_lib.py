@@ -18,11 +18,12 @@ import torch
 
 from epmoe.checkpoint import Loader, LoadReport
 from epmoe.comm import Comm
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
 from epmoe.engine.engine import Engine
 from epmoe.engine.kv_cache import block_bytes
 from epmoe.layout import empty_weights
 from epmoe.model.weights import ModelWeights
+from epmoe.model_config import ModelConfig
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",

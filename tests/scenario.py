@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from drive import Script, all_blocks_free, drive, merge
 
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from placement.plan import Plan, make_plan
 
 

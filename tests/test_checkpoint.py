@@ -15,8 +15,8 @@ import epmoe.checkpoint
 import epmoe.layout
 from epmoe import checkpoint, reading
 from epmoe.checkpoint import account, load_weights
-from epmoe.config import ModelConfig
 from epmoe.families import FAMILIES, LAYER, MLPNames
+from epmoe.model_config import ModelConfig
 from epmoe.ops.experts import interleave_gate_up
 from epmoe.reading import _job, _parts, _put_span, _spans
 from epmoe.shards import read_bytes

@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 import pytest
 from tiny_checkpoints import FAMILIES, tiny_config
 
-from epmoe.config import EngineConfig, ModelConfig, check_engine, model_config
+from epmoe.config import EngineConfig, check_engine
 from epmoe.hf_config import normalise
+from epmoe.model_config import ModelConfig, model_config
 from placement.errors import UserError
 
 MIXTRAL = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from placement.trace import load_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,8 +5,8 @@ import torch
 from tiny_checkpoints import FAMILIES, rotate_experts, save_tiny, tiny_config, tiny_model
 
 from epmoe.checkpoint import load_weights
-from epmoe.config import ModelConfig
 from epmoe.model.weights import MoEWeights
+from epmoe.model_config import ModelConfig
 from epmoe.ops.experts import split_gate_up
 from epmoe.ops.router import route_ref
 from placement.plan import linear_plan

@@ -13,8 +13,8 @@ from tiny_checkpoints import save_tiny
 
 from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm
-from epmoe.config import ModelConfig
 from epmoe.layout import empty_weights
+from epmoe.model_config import ModelConfig
 from epmoe.moe.exchange import Received
 from epmoe.moe.layer import MoELayer
 from epmoe.ops.experts_fp8 import dequantize_gate_up, expert_mlp_fp8_ref

@@ -12,7 +12,7 @@ from tiny_checkpoints import FAMILIES, save_tiny
 from tokenizers import Tokenizer
 
 from epmoe.comm import Comm
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from placement.plan import plan_from_ranks
 from placement.trace import load_trace
 from scripts.rank_group import on_ranks

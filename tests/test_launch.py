@@ -8,7 +8,8 @@ import pytest
 from cli import Run
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
+from epmoe.model_config import ModelConfig
 from launch import plans
 from launch.__main__ import main
 from launch.completion import Completion

@@ -13,9 +13,9 @@ from drive import Script, all_blocks_free, drive, merge
 from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm, Position
-from epmoe.config import ModelConfig
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.scheduler import Chunk, most_in_lane, split_lanes
+from epmoe.model_config import ModelConfig
 from epmoe.moe.overlap import (
     ARRIVE,
     ATTENTION,

@@ -15,8 +15,9 @@ from test_overlap import uneven_script
 from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
 from epmoe.engine.engine import Engine
+from epmoe.model_config import ModelConfig
 from epmoe.moe.timeline import hidden_of
 from epmoe.ops.blas import blas_sms
 from placement.plan import plan_from_ranks

@@ -17,7 +17,7 @@ from drive import Script
 from scenario import Run, random_plan, run_script
 from tiny_checkpoints import rotate_experts, save_tiny
 
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 
 PROMPT_LENGTHS = (1, 2, 5, 15, 16, 17, 31, 40)
 MAX_TOKENS = 64

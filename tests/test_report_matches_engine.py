@@ -7,7 +7,7 @@ import pytest
 from recorded import record
 from tiny_checkpoints import save_tiny
 
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from placement.greedy import solve_lpt_swap
 from placement.report import make_report
 from placement.solution import make_problem

@@ -17,7 +17,7 @@ import torch
 
 from epmoe.checkpoint import Loader, load_weights
 from epmoe.comm import Comm
-from epmoe.config import EngineConfig, ModelConfig, check_engine
+from epmoe.config import EngineConfig, check_engine
 from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind
 from epmoe.engine.graphs import is_decode
 from epmoe.engine.home import RankLoad, assign_home
@@ -28,6 +28,7 @@ from epmoe.engine.runner import Launched, Runner
 from epmoe.engine.scheduler import Chunk, Scheduler, longest
 from epmoe.engine.staging import HostCopy
 from epmoe.model.decoder import Decoder
+from epmoe.model_config import ModelConfig
 from epmoe.moe.by_size import costs_from
 from epmoe.moe.calibrate import measure_stages
 from epmoe.moe.exchange import Exchange, ExchangeShape, Traffic

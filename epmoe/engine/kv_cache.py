@@ -12,8 +12,9 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from epmoe.config import EngineConfig, ModelConfig
+from epmoe.config import EngineConfig
 from epmoe.engine.request import Request
+from epmoe.model_config import ModelConfig
 from placement.errors import UserError
 
 CACHE_SHARE = {"cuda": 0.5, "cpu": 1 / 16}  # of free memory; a host's is shared by all its ranks

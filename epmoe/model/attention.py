@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from epmoe.config import ModelConfig
 from epmoe.model.weights import AttentionWeights
+from epmoe.model_config import ModelConfig
 from epmoe.ops.attention import AttentionBatch, paged_attention
 from epmoe.ops.linear import linear
 from epmoe.ops.norm import rms_norm

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from epmoe.config import ModelConfig
 from epmoe.model.attention import attend
 from epmoe.model.weights import ModelWeights, MoEWeights
+from epmoe.model_config import ModelConfig
 from epmoe.moe.exchange import Exchange
 from epmoe.moe.layer import MoELayer, gated_mlp
 from epmoe.moe.overlap import ATTENTION, EMBED, HEAD, MLP, Lane, Step, free_sms, open_travel, run_lanes
