@@ -7,6 +7,7 @@ Two groups: ``data`` carries token rows (NCCL on GPUs, gloo on CPU), ``control``
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -191,23 +192,39 @@ def _agree(comm: Comm, why: str) -> list[int]:
     return headers[:, 2].tolist()
 
 
-def open_comm(
-    rank: int, world: int, device: torch.device, init_method: str, timeout_s: float, shared_gpu: bool = False
-) -> Comm:
+def open_comm(rank: int, world: int, device: torch.device, init_method: str, timeout_s: float) -> Comm:
     """Join the group at ``init_method`` (``file://...``, ``tcp://...`` or ``env://``).
 
-    NCCL refuses ranks that share a GPU (``shared_gpu``): gloo then carries their CUDA tensors.
+    Rows travel on NCCL if every rank has a GPU of its own, whatever each of them sees; else gloo carries them.
     """
     if world == 1:
         return Comm(rank, world, device)
     timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
-    options = None
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    dist.init_process_group(backend, init_method, timeout=timeout, world_size=world, rank=rank, pg_options=options)
+    dist.init_process_group("gloo", init_method, timeout=timeout, world_size=world, rank=rank)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Comm(rank, world, device, dist.group.WORLD, control, on_nccl=backend == "nccl")
+    comm = Comm(rank, world, device, dist.group.WORLD, control)
+    if rows_backend(comm.all_gather_headers(gpu_identity(device))) == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        comm.data, comm.on_nccl = dist.new_group(backend="nccl", timeout=timeout, pg_options=options), True
+    return comm
+
+
+def gpu_identity(device: torch.device) -> np.ndarray:
+    """int64 ``[2]``: a digest of the GPU's UUID, the same in every process and unlike any other GPU's; zeros on CPU."""
+    if device.type != "cuda":
+        return np.zeros(2, np.int64)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    digest = hashlib.blake2b(uuid.encode(), digest_size=16).digest()
+    return np.frombuffer(digest, np.int64).copy()
+
+
+def rows_backend(identity_W2: np.ndarray) -> str:
+    """What carries rows between ranks on these devices (`gpu_identity` of each): NCCL refuses ranks that share a GPU.
+
+    All ranks of all hosts decide from the same table, so they agree.
+    """
+    own_gpus = identity_W2.any(1).all() and len(np.unique(identity_W2, axis=0)) == len(identity_W2)
+    return "nccl" if own_gpus else "gloo"
 
 
 def close_comm(comm: Comm) -> None:

@@ -52,7 +52,6 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
         "outputs_addr": word["outputs"],
         "run_dir": run_dir,
         "error_file": torchrun.error_file,
-        "local_world": torchrun.local_world,
     }
     if front is not None:
         threading.Thread(target=_end_with_front, args=(front,), daemon=True).start()

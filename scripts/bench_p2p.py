@@ -131,7 +131,7 @@ def bench_rank(rank: int, args, rendezvous: str) -> None:
     """Rows from each rank to the next one, ``args.rows`` of them, against a peer copy of as many."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    comm = open_comm(rank, args.gpus, device, rendezvous, 60.0, shared_gpu=True)
+    comm = open_comm(rank, args.gpus, device, rendezvous, 60.0)
     most = max(args.rows)
     layout = Layout(args.gpus, most, 1, args.hidden, torch.bfloat16, False)
     memory = open_buffers(comm, layout.total)

@@ -63,7 +63,7 @@ def _serve(pipe, rank: int, world: int, gpus: int, rendezvous: str, timeout_s: f
     try:
         device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
-        comm = open_comm(rank, world, device, rendezvous, 60.0, shared_gpu=True)  # rows do not travel over its group
+        comm = open_comm(rank, world, device, rendezvous, 60.0)
         pipe.send((True, function(comm, *args)))
     except BaseException:
         pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))

@@ -60,12 +60,11 @@ def _serve(pipe, rank: int, world: int, rendezvous: str, threads: int, kind: str
     from epmoe.comm import open_comm
 
     torch.set_num_threads(threads)
-    device, shared = torch.device(kind), False
+    device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        shared = world > torch.cuda.device_count()
-    comm = open_comm(rank, world, device, rendezvous, 120, shared)
+    comm = open_comm(rank, world, device, rendezvous, 120)
     while True:
         try:
             function, args = pipe.recv()

@@ -6,15 +6,18 @@ import os
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
-from epmoe.comm import Comm, PeerMemory
-from epmoe.config import EngineConfig
+from epmoe.comm import Comm, PeerMemory, gpu_identity, rows_backend
+from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
 from epmoe.engine.runner import Launched
+from epmoe.engine.worker import own_device
 
 
 def test_a_peer_that_ended_is_seen_through_any_descriptor():
@@ -51,3 +54,42 @@ def test_a_rank_that_waits_for_its_device_says_so(tmp_path, monkeypatch):
     while not engine.finished:
         engine.step([])
     assert seen == ["step 2, commit", "step 3, commit"]
+
+
+def backend_of(comm: Comm, gpus: list[str]) -> str:
+    """As `open_comm` decides, on ranks that have these GPUs."""
+    return rows_backend(comm.all_gather_headers(np.frombuffer(gpus[comm.rank].ljust(16).encode(), np.int64)))
+
+
+@pytest.mark.parametrize(
+    "gpus,backend", [("abc", "nccl"), ("aba", "gloo"), ("aaa", "gloo"), ("abb", "gloo")], ids=lambda value: value
+)
+def test_all_ranks_agree_whether_any_share_a_gpu(rank_pool, gpus, backend):
+    """Whatever a rank sees: of three, two may share one GPU of a node while the third has a node of its own."""
+    assert rank_pool(3).run(backend_of, list(gpus)) == [backend] * 3
+
+
+def test_ranks_without_a_gpu_are_on_gloo(rank_pool):
+    identity = gpu_identity(torch.device("cpu"))
+    assert rows_backend(np.stack([identity])) == rows_backend(np.stack([identity, identity + 7])) == "gloo"
+    assert rank_pool(2).run(carried_by) == ["gloo", "gloo"]
+
+
+def carried_by(comm: Comm) -> str:
+    return torch.distributed.get_backend(comm.data)
+
+
+@pytest.mark.parametrize("seen,index", [(1, 0), (2, 1), (4, 3)])
+def test_a_rank_takes_one_of_the_gpus_that_it_sees(monkeypatch, seen, index):
+    """A launcher may show a rank only its own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    info = RankInfo(3, 4, 3, "", "", "", "")
+    assert own_device(info, EngineConfig("model", device="cuda")) == torch.device("cuda", index)
+
+
+def test_a_gpu_has_one_identity_in_all_processes(monkeypatch):
+    uuids = ["4f6c", "4f6c", "4f6d"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    one, same, other = (gpu_identity(torch.device("cuda", n)) for n in range(3))
+    assert one.tolist() == same.tolist() != other.tolist()

@@ -36,8 +36,7 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
     try:
         if config.threads:
             torch.set_num_threads(config.threads)
-        device, shared = own_device(info, config)
-        comm = open_comm(info.rank, info.world, device, info.init_method, timeout_s, shared)
+        comm = open_comm(info.rank, info.world, own_device(info, config), info.init_method, timeout_s)
         engine = Engine(config, comm)
         exchange = engine.runner.decoder.exchange
         watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error), exchange.watch_peers)
@@ -58,16 +57,17 @@ def cause_of(error: BaseException, engine: Engine | None) -> BaseException:
     return error
 
 
-def own_device(info: RankInfo, config: EngineConfig) -> tuple[torch.device, bool]:
-    """This rank's device, and whether ranks of this machine share GPUs."""
+def own_device(info: RankInfo, config: EngineConfig) -> torch.device:
+    """This rank's device: one of the GPUs that it sees, in turn by local rank; a launcher may show each rank only its
+    own."""
     if config.device == "cpu":
-        return torch.device("cpu"), False
+        return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
         raise UserError("device is cuda, and torch sees no GPU on this machine; use cpu, or a CUDA build of torch")
     device = torch.device("cuda", info.local_rank % count)
     torch.cuda.set_device(device)
-    return device, (info.local_world or info.world) > count
+    return device
 
 
 def serve(engine: Engine, info: RankInfo) -> None:
