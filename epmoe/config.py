@@ -177,7 +177,7 @@ class RankInfo:
 
     ``init_method``: rendezvous of the process group (``file://`` or ``tcp://``).  ``requests_addr``: where rank 0
     pulls requests; ``outputs_addr``: where every rank pushes outputs.  ``run_dir``: folder for error files.
-    ``local_world``: ranks on this machine (0: all).  ``error_file``: torchrun's, filled too when the rank fails.
+    ``error_file``: torchrun's, filled too when the rank fails.
     """
 
     rank: int
@@ -187,5 +187,4 @@ class RankInfo:
     requests_addr: str
     outputs_addr: str
     run_dir: str
-    local_world: int = 0
     error_file: str = ""
