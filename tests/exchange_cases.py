@@ -199,8 +199,9 @@ def run_cases(comm, cases: list[Case]) -> None:
 
 def random_case(rng: np.random.Generator, world: int, most_tokens: int = 9, **fixed) -> Case:
     """Every ingredient at random: an idle rank or expert, padding, one choice, uneven slots, replicas, both dtypes."""
-    experts = int(rng.integers(max(world, 2), 12))
-    only = tuple(rng.permutation(experts)[: rng.integers(1, experts + 1)].tolist()) if rng.random() < 0.4 else None
+    fewest = fixed.get("top_k", 1)
+    experts = int(rng.integers(max(world, 2, fewest), 12))
+    only = tuple(rng.permutation(experts)[: rng.integers(fewest, experts + 1)].tolist()) if rng.random() < 0.4 else None
     drawn = {
         "seed": int(rng.integers(1 << 30)),
         "experts": experts,
@@ -217,24 +218,56 @@ def random_case(rng: np.random.Generator, world: int, most_tokens: int = 9, **fi
     return Case(**{**drawn, **fixed})
 
 
-def soak(comm, exchange: str, seed: int, rounds: int, tokens: int = 64) -> None:
-    """Many layers with sizes, routing and delays at random through few exchanges, with all buffers poisoned.
+# What kernels are compiled for: few, as every rank compiles each of them.
+COMPILED = (
+    {"hidden": 64, "dtype": torch.bfloat16, "top_k": 4, "combine": "exact"},
+    {"hidden": 8, "dtype": torch.float32, "top_k": 3, "combine": "reduce"},
+    {"hidden": 1024, "dtype": torch.bfloat16, "top_k": 2, "combine": "reduce"},
+)
 
-    One exchange lives through eight rounds with other routing and other sizes up to its token budget.
+
+def compiled_cases(world: int, exchange: str, count: int) -> list[Case]:
+    """For GPUs: a choice of corners, then cases at random, all of the first two of `COMPILED`."""
+    rng = np.random.default_rng(world)
+    fixed = {"exchange": exchange, "coarse": True}
+    plan = layer_plan(Case(seed=3, experts=5 * world, top_k=4), world)
+    fullest = max(plan.slots[0], key=len)  # holds five experts or more
+    cases = []
+    for sizes in COMPILED[:2]:
+        both = {**fixed, **sizes, "experts": 5 * world}
+        cases.append(Case(seed=1, **both, tokens_W=(0,) * world))
+        cases.append(Case(seed=2, **both, tokens_W=(0,) * (world - 1) + (9,)))
+        cases.append(Case(seed=3, **both, tokens_W=(5,) * world, only=tuple(fullest)))  # all to one rank
+        cases.append(Case(seed=4, **both, tokens_W=(3,) * world, padding=1.0))
+        cases.append(Case(seed=5, **both, tokens_W=(9,) * world, copies=5 * world, served="table"))
+    return cases + [random_case(rng, world, **fixed, **COMPILED[n % 2]) for n in range(count)]
+
+
+def soak(comm, exchange: str, seed: int, rounds: int, tokens: int = 64, limit_s: float = 1e9) -> int:
+    """Many layers with sizes, routing and delays at random through few exchanges, with all buffers poisoned; how many.
+
+    One exchange lives through eight rounds with other routing and other sizes up to its token budget.  ``limit_s``:
+    begin no more of them later.
     """
+    on_gpu = comm.device.type == "cuda"
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills every new tensor with NaN
+    started = time.monotonic()
     try:
         rng, delays = np.random.default_rng(seed), np.random.default_rng([seed, comm.rank])
         base, opened = None, None
         for number in range(rounds):
             if number % 8 == 0:
-                fixed = {"exchange": exchange, "hidden": int(rng.choice([8, 64, 1024]))}
-                base = random_case(rng, comm.world, tokens, coarse=comm.device.type == "cuda", **fixed)
+                spent_W = comm.all_gather_headers(np.array([int(1e3 * (time.monotonic() - started))]))
+                if spent_W.max() > 1e3 * limit_s:
+                    return number
+                sizes = COMPILED[number // 8 % len(COMPILED)] if on_gpu else {"hidden": int(rng.choice([8, 64, 1024]))}
+                base = random_case(rng, comm.world, tokens, coarse=on_gpu, exchange=exchange, **sizes)
                 opened = open_exchange(comm, replace_tokens(base, tokens), exchange)
             sizes = rng.choice([0, 1, 2, 5, tokens // 4, tokens], comm.world, p=[0.3, 0.2, 0.2, 0.1, 0.1, 0.1])
             case = replace(base, tokens_W=tuple(sizes.tolist()))
             poison(opened)
             run_case(comm, case, opened, lambda: time.sleep(float(delays.choice([0, 0, 0.0002, 0.002]))))
+        return rounds
     finally:
         torch.use_deterministic_algorithms(False)
 
