@@ -22,10 +22,10 @@ from epmoe.comm import Comm, open_comm
 from epmoe.moe.p2p import P2P, PeerFailed
 
 
-def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: float = 120) -> list:
+def run_ranks(world: int, function: Callable, *args, gpus: int = 1, own: bool = False, timeout_s: float = 120) -> list:
     """``function(comm, *args)`` on every rank; per rank what it returned, or the exit code of a rank that died.
 
-    An exception on a rank is raised here; ranks that are left then are killed.
+    ``own``: a rank sees only its own of the GPUs.  An exception on a rank is raised here; ranks that are left then are killed.
     """
     context = multiprocessing.get_context("forkserver")  # each rank forks from a process that has imported torch
     context.set_forkserver_preload(["torch", "triton"])
@@ -34,7 +34,7 @@ def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: f
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             init = f"file://{Path(folder) / 'rendezvous'}"
-            args_of_rank = (theirs, rank, world, gpus, init, timeout_s, function, args)
+            args_of_rank = (theirs, rank, world, gpus, own, init, timeout_s, function, args)
             processes.append(context.Process(target=_serve, args=args_of_rank, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -57,10 +57,13 @@ def run_ranks(world: int, function: Callable, *args, gpus: int = 1, timeout_s: f
     return results
 
 
-def _serve(pipe, rank: int, world: int, gpus: int, rendezvous: str, timeout_s: float, function: Callable, args):
+def _serve(pipe, rank: int, world: int, gpus: int, own: bool, rendezvous: str, timeout_s: float, function, args):
     faulthandler.dump_traceback_later(0.8 * timeout_s)  # where a rank that hangs stands
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     try:
+        if own:
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            os.environ["CUDA_VISIBLE_DEVICES"], gpus = shown.split(",")[rank], 1
         device = torch.device("cuda", rank % gpus)
         torch.cuda.set_device(device)
         comm = open_comm(rank, world, device, rendezvous, 60.0)
@@ -131,6 +134,13 @@ def eager_rounds(comm: Comm, case: Case, rounds: int, copy_from: int) -> int:
     bad = int(bad)
     exchange.raise_if_failed()
     return bad
+
+
+def over_nccl_and_p2p(comm: Comm, case: Case) -> tuple[bool, list[int], int]:
+    """Whether rows go over NCCL, what came when rank w sent everybody w, and the bad ones of 20 rounds."""
+    rows = torch.full((comm.world, 1), comm.rank, device=comm.device)
+    came = comm.all_to_all(rows, [1] * comm.world, [1] * comm.world).wait()
+    return comm.on_nccl, came.flatten().tolist(), eager_rounds(comm, case, 20, case.bound)
 
 
 def graph_rounds(comm: Comm, case: Case, rounds: int) -> int:

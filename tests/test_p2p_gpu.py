@@ -13,6 +13,7 @@ from p2p_ranks import (
     eager_rounds,
     graph_rounds,
     lose_a_rank_in_a_step,
+    over_nccl_and_p2p,
     run_ranks,
 )
 from tiny_checkpoints import save_tiny
@@ -88,6 +89,12 @@ def test_a_gpu_for_each_rank(reduce):
     case = Case(2, 48, 64, 8, 1024, 8, BF16, reduce)
     assert run_ranks(2, eager_rounds, case, 100, case.bound, gpus=2) == [0, 0]
     assert run_ranks(2, graph_rounds, case, 100, gpus=2) == [0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_that_see_only_their_own_gpu():
+    """As some launchers start them: both have device 0."""
+    assert run_ranks(2, over_nccl_and_p2p, SMALL[2], gpus=2, own=True) == [(True, [0, 1], 0)] * 2
 
 
 @pytest.mark.parametrize("graphed", [False, True])
