@@ -25,7 +25,8 @@ from epmoe.moe.p2p import P2P, PeerFailed
 def run_ranks(world: int, function: Callable, *args, gpus: int = 1, own: bool = False, timeout_s: float = 120) -> list:
     """``function(comm, *args)`` on every rank; per rank what it returned, or the exit code of a rank that died.
 
-    ``own``: a rank sees only its own of the GPUs.  An exception on a rank is raised here; ranks that are left then are killed.
+    ``own``: a rank sees only its own of the GPUs.  An exception on a rank is raised here; ranks that are left then are
+    killed.
     """
     context = multiprocessing.get_context("forkserver")  # each rank forks from a process that has imported torch
     context.set_forkserver_preload(["torch", "triton"])
