@@ -39,6 +39,7 @@ class EngineConfig:
         threads: intra-op threads of one rank; None divides the cores among the ranks of a node.
         async_steps: prepare step n + 1 while the device runs step n.
         graphs: run decode steps as CUDA graphs, on a GPU and with an exchange that can be captured.
+        capture_at_start: capture the graphs of all sizes before the first request, so that none waits for one.
         record_tokens: most tokens whose routing a rank records; 0 is none. Recording turns prefix reuse off.
         overlap: "on" cuts every step in two lanes, so that each computes while the other's rows travel; "off" none;
             "auto" those that gain by it, as some steps of made-up tokens at start-up say.
@@ -69,6 +70,7 @@ class EngineConfig:
     seed: int = 0
     async_steps: bool = True
     graphs: bool = True
+    capture_at_start: bool = False
     record_tokens: int = 0
     overlap: str = "off"
     timeline: bool = False

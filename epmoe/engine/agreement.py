@@ -16,6 +16,7 @@ HEADER_FIELDS = 32
 HEADER_NUMBERS = 8  # fields ahead of the homes
 HEADER_MOVES = (HEADER_FIELDS - HEADER_NUMBERS) // 2  # homes that one rank can announce in one step
 SMALL = (1, 2, 4)
+MOST_IN_GRAPH = 512  # sequences; larger decode steps last longer than their launches take
 EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
 
 
@@ -67,14 +68,15 @@ def agreed_kind(
 ) -> Kind | None:
     """What sort of step it is on every rank; ``None`` if no rank has a token.
 
-    A graph if all tokens are decodes, padded to the busiest rank; two lanes if some rank can split its own tokens and,
-    with ``overlap`` "auto", the slowest rank gains by it as stages take ``times`` (None: not known, one lane).
+    A graph if all tokens are decodes and not too many, padded to the busiest rank; two lanes if some rank can split its
+    own tokens and, with ``overlap`` "auto", the slowest rank gains by it as stages take ``times`` (None: not known, one
+    lane).
     """
     most = max(header.tokens for header in headers)
     if most == 0:
         return None
-    if graphs and all(header.decodes for header in headers):
-        size = padded_size(most, graph_sizes(engine.max_requests))
+    if graphs and most <= MOST_IN_GRAPH and all(header.decodes for header in headers):
+        size = padded_size(most, graph_sizes(min(engine.max_requests, MOST_IN_GRAPH)))
         return Kind(1, size, size)
     lanes = 1
     if engine.overlap == "on" and most > 1 and len(headers) > 1:

@@ -1,8 +1,10 @@
 """Decode steps as CUDA graphs, one for each padded number of sequences.
 
 A graph reads its inputs from buffers that stay in place and are refilled before each replay; everything between the
-refill and the drawn tokens runs without the host.  The first step of a size runs eagerly on those buffers (kernels are
-compiled, libraries set up), the second is captured, and every one from there on is a replay: same kernels, same tokens.
+refill and the drawn tokens runs without the host.  A size runs once eagerly on those buffers (kernels are compiled,
+libraries set up), then it is captured, and every step from there on is a replay: same kernels, same tokens.  With
+``capture_at_start`` that is done for all sizes, at most some thirty, before the first request; else in the first two
+steps of a size.
 
 Rows beyond the step's sequences are padding: they choose no expert, write no key and draw into a spare row of
 ``last_token``.
@@ -11,7 +13,7 @@ Rows beyond the step's sequences are padding: they choose no expert, write no ke
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
-from epmoe.engine.agreement import graph_sizes
+from epmoe.engine.agreement import MOST_IN_GRAPH, graph_sizes
 from epmoe.engine.drawing import draw_arrays
 from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import Staging, buffer_bytes, views
@@ -80,19 +82,32 @@ class DecodeGraphs:
     ) -> None:
         self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
         self.last_token, self.staging = last_token, staging
-        self.sizes = graph_sizes(engine.max_requests)
+        self.sizes = graph_sizes(min(engine.max_requests, MOST_IN_GRAPH))
         self.replays = 0
+        self.late = 0  # captures that a step waited for
         self._captured: dict[int, Captured] = {}
         self._pool: tuple[int, int] | None = None
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        """Capture every size, on every rank together; the largest first, whose memory the others share."""
+        for done, size in enumerate(reversed(self.sizes)):
+            progress(done, len(self.sizes))
+            at = self._open(size)
+            self.decoder.exchange.begin_step(size)
+            self._fill(at, ())
+            self._step(at)
+            self._capture(at)
+        progress(len(self.sizes), len(self.sizes))
 
     def run(self, chunks: Sequence[Chunk], size: int) -> Ran:
         """One decode step of ``chunks`` padded to ``size``; ``last_token`` takes what was drawn."""
         at = self._captured.get(size) or self._open(size)
         self._fill(at, chunks)
-        if not at.warm:
+        if not at.warm and at.graph is None:
             at.warm = True
             return self._step(at)
         if at.graph is None:
+            self.late += 1
             self._capture(at)
         timeline = self.decoder.timeline
         if timeline is not None:

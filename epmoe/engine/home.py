@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from epmoe.engine.agreement import Header
 
 
 @dataclass(frozen=True)
@@ -13,6 +16,10 @@ class RankLoad:
 
     queued_tokens: int
     free_blocks: int
+
+
+def rank_loads(headers: Sequence[Header]) -> list[RankLoad]:
+    return [RankLoad(header.queued_tokens, header.free_blocks) for header in headers]
 
 
 def assign_home(
