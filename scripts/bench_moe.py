@@ -25,12 +25,13 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from epmoe.ops.block_schedule import block_rows  # noqa: E402
 from epmoe.ops.combine import weighted_sum_triton  # noqa: E402
 from epmoe.ops.down_gemm import down_triton  # noqa: E402
 from epmoe.ops.experts import ExpertOptions, expert_mlp_triton  # noqa: E402
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up  # noqa: E402
 from epmoe.ops.gate_up_gemm import gate_up_triton  # noqa: E402
-from epmoe.ops.moe_index import block_rows, build_index_triton  # noqa: E402
+from epmoe.ops.moe_index import build_index_triton  # noqa: E402
 from epmoe.ops.router import route_triton  # noqa: E402
 from epmoe.ops.tile_candidates import CANDIDATES, VECTORS  # noqa: E402
 from epmoe.ops.tiles import Choice, choose  # noqa: E402

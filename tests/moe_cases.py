@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from epmoe.ops.block_schedule import block_schedule_ref
 from epmoe.ops.experts import ExpertOptions, interleave_gate_up
-from epmoe.ops.moe_index import block_schedule_ref
 from epmoe.ops.router import RouterRule, route_ref, route_to_slots_ref
 
 RULES = {

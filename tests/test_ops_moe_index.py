@@ -3,7 +3,8 @@
 import moe_cases
 import torch
 
-from epmoe.ops.moe_index import block_schedule_ref, build_index, max_blocks
+from epmoe.ops.block_schedule import block_schedule_ref, max_blocks
+from epmoe.ops.moe_index import build_index
 
 
 def test_index():

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from epmoe.ops.block_schedule import BlockSchedule
 from epmoe.ops.gate_up_gemm import activate
 from epmoe.ops.grouped_gemm import GATE_BLOCK
 from epmoe.ops.launch import gdc_launch_dependents, gdc_wait, pdl_options, wait_for_inputs
-from epmoe.ops.moe_index import BlockSchedule, MoEIndex
+from epmoe.ops.moe_index import MoEIndex
 
 
 @triton.jit(do_not_specialize=["L"])

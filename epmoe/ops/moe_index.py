@@ -7,8 +7,7 @@ Example, 3 rows, K = 2, 2 local slots, -1 = the choice lives elsewhere::
     row_M     = [1, 2, 0, 1, 2, -]         row of each pair; the last entry is undefined
     pos_RK    = [[2, -1], [0, 3], [4, 1]]  pair of each choice
 
-With blocks of 2 pairs, the GEMM's schedule on the device is ``block_offset_L1 = [0, 1, 3]`` and
-``block_slot_B = [0, 1, 1, 2, ...]``: block 0 is slot 0's, blocks 1 and 2 are slot 1's, L marks the end.
+The GEMMs' schedule of blocks of pairs (block_schedule.py) is made by the same kernel.
 """
 
 from __future__ import annotations
@@ -19,26 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from epmoe.ops.block_schedule import BlockSchedule, block_rows, max_blocks, schedule_kernel, write_schedule
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 CHUNK, RUN = 128, 1024
 ONE_KERNEL_PAIRS = 1024
 SCAN_RUNS = 16
-
-
-@dataclass(frozen=True)
-class BlockSchedule:
-    """Which slot each block of ``rows`` pairs belongs to; int32 on the device.
-
-    A slot's blocks start every ``rows`` pairs; its last block may hold ``tail`` more.
-    """
-
-    rows: int
-    offset_L1: torch.Tensor
-    """First block of each slot; the last entry is the number of blocks."""
-    slot_B: torch.Tensor
-    """Slot of each block, L from the number of blocks on; its length bounds the number of blocks."""
-    tail: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,28 +53,6 @@ def build_index_ref(slot_RK: torch.Tensor, num_slots: int) -> MoEIndex:
     pos_N[order_N] = torch.arange(slot_N.numel(), dtype=slot_N.dtype, device=slot_N.device)
     pos_N.masked_fill_(~here_N, -1)
     return MoEIndex(offset_L1, (order_N // max(slot_RK.shape[1], 1)).int(), pos_N.view(slot_RK.shape))
-
-
-def block_schedule_ref(offset_L1: torch.Tensor, rows: int, pairs: int, tail: int = 0) -> BlockSchedule:
-    """Blocks of ``rows`` pairs, none across two slots; ``pairs`` bounds ``offset_L1[L]``."""
-    count_L = offset_L1.diff()
-    num_slots = count_L.numel()
-    block_L = (torch.maximum(count_L - tail, count_L.clamp(max=1)) + rows - 1) // rows
-    first_L1 = torch.zeros_like(offset_L1)
-    first_L1[1:] = block_L.cumsum(0)
-    block_B = torch.arange(max_blocks(pairs, num_slots, rows), device=offset_L1.device)
-    slot_B = torch.searchsorted(first_L1[1:], block_B, right=True).int()
-    return BlockSchedule(rows, first_L1, slot_B, tail)
-
-
-def max_blocks(pairs: int, num_slots: int, rows: int) -> int:
-    """The most blocks that ``pairs`` pairs can make: each active slot may own one short block."""
-    return pairs // rows + min(pairs, num_slots)
-
-
-def block_rows(pairs: int, num_slots: int) -> int:
-    """Rows of a GEMM tile for that many pairs: the mean per slot, rounded up to a power of two in 16..128."""
-    return min(max(triton.next_power_of_2(triton.cdiv(pairs, max(num_slots, 1))), 16), 128)
 
 
 @triton.jit
@@ -134,21 +97,6 @@ def _sum_counts(count_ptr, start, stop, L2: tl.constexpr):
         c = chunk + tl.arange(0, 16)[:, None]
         total += tl.sum(tl.load(count_ptr + c * L2 + tl.arange(0, L2)[None, :], mask=c < stop, other=0), 0)
     return total
-
-
-@triton.jit
-def _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail):
-    """The first block of each slot, and the slot of each block: all slots write their i-th block together."""
-    each = tl.arange(0, count.shape[0])
-    length = (tl.maximum(count - tail, tl.minimum(count, 1)) + rows - 1) // rows
-    end = tl.cumsum(length, 0)
-    tl.store(block_offset_ptr, 0)
-    tl.store(block_offset_ptr + 1 + each, end, mask=each < L)
-    for i in range(tl.max(length, 0)):
-        tl.store(block_slot_ptr + end - length + i, each, mask=i < length)
-    for start in range(tl.sum(length, 0), blocks, 128):
-        b = start + tl.arange(0, 128)
-        tl.store(block_slot_ptr + b, tl.zeros_like(b) + L, mask=b < blocks)
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "K", "L", "rows", "tail"])
@@ -198,7 +146,7 @@ def _place_kernel(
     if chunk == 0:
         tl.store(offset_ptr, 0)
         tl.store(offset_ptr + 1 + each, end, mask=each < L)
-        _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail)
+        write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail)
 
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_ptr + i, mask=i < pairs, other=-1)
@@ -257,25 +205,6 @@ def build_index_triton(slot_RK: torch.Tensor, num_slots: int, rows: int | None =
     return MoEIndex(offset_L1, row_M, pos_RK, BlockSchedule(rows, block_offset_L1, slot_B, tail))
 
 
-@triton.jit(do_not_specialize=["blocks", "L", "rows", "tail"])
-def _schedule_kernel(
-    offset_ptr,
-    block_offset_ptr,
-    block_slot_ptr,
-    blocks,
-    L,
-    rows,
-    tail,
-    L2: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    each = tl.arange(0, L2)
-    end = tl.load(offset_ptr + 1 + each, mask=each < L, other=0)
-    count = end - tl.load(offset_ptr + each, mask=each < L, other=0)
-    _write_schedule(count, block_offset_ptr, block_slot_ptr, blocks, L, rows, tail)
-
-
 def with_block_rows(index: MoEIndex, rows: int, tail: int = 0) -> MoEIndex:
     """The same index with a schedule of blocks of ``rows`` pairs: one small kernel if it has another one."""
     if index.blocks is not None and (index.blocks.rows, index.blocks.tail) == (rows, tail):
@@ -285,7 +214,7 @@ def with_block_rows(index: MoEIndex, rows: int, tail: int = 0) -> MoEIndex:
     schedule = BlockSchedule(
         rows, torch.empty_like(index.offset_L1), torch.empty(blocks, dtype=torch.int32, device=device), tail
     )
-    _schedule_kernel[(1,)](
+    schedule_kernel[(1,)](
         index.offset_L1,
         schedule.offset_L1,
         schedule.slot_B,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from epmoe.ops.block_schedule import block_rows
 from epmoe.ops.grouped_gemm import TileConfig
-from epmoe.ops.moe_index import block_rows
 from epmoe.ops.tiles import TAIL
 
 # Rows of a block, and one GEMM's tiles; both GEMMs of a layer share the blocks.

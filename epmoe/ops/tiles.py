@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from epmoe.ops.block_schedule import block_rows
 from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
 from epmoe.ops.launch import sm_count
-from epmoe.ops.moe_index import block_rows
 from epmoe.ops.specialised_gemm import takes_specialised
 
 PINNED_ROWS = 64
