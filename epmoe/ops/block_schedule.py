@@ -1,7 +1,7 @@
 """Blocks of pairs: what one tile of a grouped GEMM multiplies, none across two slots.
 
-The example of moe_index.py with blocks of 2 pairs: ``offset_L1 = [0, 1, 3]`` and ``slot_B = [0, 1, 1, 2, ...]``: block 0
-is slot 0's, blocks 1 and 2 are slot 1's, L marks the end.
+The example of moe_index.py with blocks of 2 pairs: ``offset_L1 = [0, 1, 3]`` and ``slot_B = [0, 1, 1, 2, ...]``:
+block 0 is slot 0's, blocks 1 and 2 are slot 1's, L marks the end.
 """
 
 from __future__ import annotations
