@@ -46,12 +46,14 @@ def main() -> int:
     engine = lib.open_engine(
         folder, "cuda", max_batch_tokens=args.chunk, max_requests=max(batches),
         max_model_len=room, block_size=args.block_size, num_blocks=max(batches) * (-(-room // args.block_size)),
-        graphs=not args.eager, combine=args.combine,
+        graphs=not args.eager, capture_at_start=args.capture, combine=args.combine,
     )  # fmt: skip
     print(
         f"weights of {engine.load_report.bytes_total / 1e9:.1f} GB made in {engine.load_report.seconds:.1f} s",
         flush=True,
     )
+    report["graphs_at_start"] = engine.report()["graphs_at_start"]
+    print("graphs captured at start:", report["graphs_at_start"], flush=True)
     gc.collect()
     gc.freeze()  # as a rank does once it is ready
     for batch in batches:
@@ -179,6 +181,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the limit")
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")
     parser.add_argument("--eager", action="store_true", help="without graphs")
+    parser.add_argument("--capture", action="store_true", help="capture the graphs of all sizes at start-up")
     parser.add_argument("--peer", action="store_true", help="transformers too, afterwards")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -121,6 +121,19 @@ def test_graphs_draw_the_tokens_of_eager_steps(checkpoints, family):
         torch.testing.assert_close(graphs.logits[key], logits, rtol=0, atol=1e-4 * float(logits.abs().max()))
 
 
+def test_no_step_waits_for_a_capture_made_at_start(checkpoints):
+    """All sizes, before the first request; nothing that they ran on counts."""
+    script = Script(requests(), arrive={4: 6, 5: 8, 6: 15}, abort={1: 20}, want_logits=True)
+    late = run(checkpoints["qwen3_moe"], "cuda", script)
+    early = run(checkpoints["qwen3_moe"], "cuda", script, capture_at_start=True, max_requests=20)
+    assert late.report["graphs_captured_late"] > 0 == late.report["graphs_at_start"]["graphs"]
+    assert early.report["graphs_captured_late"] == 0 < early.report["graphs_at_start"]["graphs"]
+    assert early.tokens == late.tokens and all_blocks_free([early])
+    assert early.report["load_LE"] == late.report["load_LE"] and early.report["active_L"] == late.report["active_L"]
+    for key, logits in late.logits.items():
+        torch.testing.assert_close(early.logits[key], logits, rtol=0, atol=1e-4 * float(logits.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_mode_is_bitwise(checkpoints, family, dtype):
@@ -161,8 +174,9 @@ def drive_on_gpu(comm: Comm, config: dict, script: Script):
     return result
 
 
+@pytest.mark.parametrize("at_start", [False, True])
 @pytest.mark.parametrize("exchange", ["alltoall", "padded", "p2p"])
-def test_two_gpus_draw_the_tokens_of_one(checkpoints, exchange, tmp_path):
+def test_two_gpus_draw_the_tokens_of_one(checkpoints, exchange, at_start, tmp_path):
     """Steps are graphs where the exchange can be captured: both ranks replay the same sizes, or none does."""
     if torch.cuda.device_count() < 2:
         pytest.skip("left out: one GPU")
@@ -175,6 +189,8 @@ def test_two_gpus_draw_the_tokens_of_one(checkpoints, exchange, tmp_path):
         "num_blocks": 128,
         "ranks": 2,
         "exchange": exchange,
+        "capture_at_start": at_start,
+        "max_requests": 16,
     }
     on_ranks(2, "cuda", drive_to_file, config, script, str(tmp_path), limit_s=120)
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]

@@ -140,14 +140,16 @@ class Engine:
 
     def report(self) -> dict:
         """Counters since the start (see ``launch`` for how they are shown)."""
+        graphs = self.runner.graphs
         return {
             "load_LE": self.loads.load_LE.tolist(),
             "active_L": self.loads.active_L.tolist(),
             "steps": self.steps,
             "forwards": self.forwards,
             "reruns": self.reruns,  # of steps whose exchange had too little room
-            "graph_replays": self.runner.graphs.replays if self.runner.graphs is not None else 0,
-            "graphs_captured_late": self.runner.graphs.late if self.runner.graphs is not None else 0,
+            "graph_replays": graphs.replays if graphs is not None else 0,
+            "graphs_at_start": graphs.at_start if graphs is not None else None,
+            "graphs_captured_late": graphs.late if graphs is not None else 0,  # a step waited for them
             "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
             "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do

@@ -13,6 +13,7 @@ Rows beyond the step's sequences are padding: they choose no expert, write no ke
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -85,11 +86,13 @@ class DecodeGraphs:
         self.sizes = graph_sizes(min(engine.max_requests, MOST_IN_GRAPH))
         self.replays = 0
         self.late = 0  # captures that a step waited for
+        self.at_start = {"graphs": 0, "seconds": 0.0, "bytes": 0}  # of the device, besides the weights and the cache
         self._captured: dict[int, Captured] = {}
         self._pool: tuple[int, int] | None = None
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Capture every size, on every rank together; the largest first, whose memory the others share."""
+        began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         for done, size in enumerate(reversed(self.sizes)):
             progress(done, len(self.sizes))
             at = self._open(size)
@@ -98,6 +101,9 @@ class DecodeGraphs:
             self._step(at)
             self._capture(at)
         progress(len(self.sizes), len(self.sizes))
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - began, free - torch.cuda.mem_get_info()[0]
+        self.at_start = dict(zip(self.at_start, (len(self.sizes), *spent)))
 
     def run(self, chunks: Sequence[Chunk], size: int) -> Ran:
         """One decode step of ``chunks`` padded to ``size``; ``last_token`` takes what was drawn."""
