@@ -77,12 +77,18 @@ def as_record(results: list[Times], link: float) -> dict:
     return {"link_gb_per_s": link, "results": [times.record(link) for times in results]}
 
 
+def say(comm: Comm, text: str) -> None:
+    if comm.rank == 0:
+        print(text, flush=True)
+
+
 def run_cases(
     comm: Comm,
     cases: list[Case],
     rounds: int,
     save: Callable[[dict], None] = lambda record: None,
     seconds: float = 1e9,
+    say: Callable[[Comm, str], None] = say,
 ) -> tuple[list[Times], float]:
     """Every case on all ranks while there is time; an exchange that does not open, or fails, is said and left out."""
     ends = time.monotonic() + seconds
@@ -131,11 +137,6 @@ def fit(results: list[Times], world: int) -> dict[str, dict[str, float]]:
         latency, per_byte = np.linalg.lstsq(columns, np.ones(len(mine)), rcond=None)[0]
         costs[name] = {"latency_us": max(float(latency), 0.0), "gb_per_s": 1e-3 / max(float(per_byte), 1e-9)}
     return costs
-
-
-def say(comm: Comm, text: str) -> None:
-    if comm.rank == 0:
-        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -36,65 +37,101 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from bench_exchange import as_record, run_cases  # noqa: E402
 from exchange_bench_lib import Case  # noqa: E402
-from rank_group import label, on_ranks  # noqa: E402
+from rank_group import label  # noqa: E402
 from report_links import links  # noqa: E402
-from report_model import Work, measure_model, model_folder  # noqa: E402
+from report_model import LINK, Work, measure_model, model_folder, nominal  # noqa: E402
+from report_parts import Part, run_parts  # noqa: E402
 from report_promises import promises  # noqa: E402
 from report_text import markdown  # noqa: E402
+from report_warm import Warmers, warm_up  # noqa: E402
 
 from epmoe.comm import Comm  # noqa: E402
-from epmoe.config import ModelConfig  # noqa: E402
+from epmoe.model_config import ModelConfig  # noqa: E402
+from placement.cost import Calibration  # noqa: E402
 from placement.methods import find  # noqa: E402
 from placement.plan import Plan  # noqa: E402
-from placement.topology import Topology, uniform  # noqa: E402
+from placement.solution import make_problem  # noqa: E402
+from placement.topology import uniform  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
 
 METHODS = ("linear", "joint", "moetuner", "eplb")
-SHARES = {"links": 0.1, "promises": 0.25, "exchanges": 0.2, "model": 0.45}  # of the time
-
-
-PARTS = {"1": "links", "2": "promises", "3": "exchanges", "4": "model"}
+NUMBERS = {"1": ("links",), "2": ("promises",), "3": ("exchanges", "put", "lanes"), "4": ("model",)}
+CAP = 1.01  # of the joint plan's fullest rank: without one it trades load for rows, which links this fast do not repay
+SHARES = {"links": 0.05, "promises": 0.2, "exchanges": 0.2, "model": 0.55}  # of the time, of parts inside the ranks
+WARM, TOOLS = 0.25, 0.2  # at most so much of the time goes into compiling ahead, and into other scripts
+SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}
 
 
 def main() -> int:
     args = arguments()
-    ends = time.monotonic() + args.seconds
+    began = time.monotonic()
+    ends = began + args.limit_seconds
     report: dict = {"date": str(date.today()), "where": label(args.device, args.ranks), "torch": torch.__version__}
     report |= {"ranks": args.ranks, "command": " ".join(sys.argv), "parts": {}}
     print(report["where"], flush=True)
-    asked = {number: ready(args, number, report) for number in args.parts}
-    groups = [args.parts] if args.together else [[number] for number in args.parts]
-    for group in groups:
-        left = ends - time.monotonic()
-        seconds = left if group is groups[-1] else max(20.0, args.seconds * SHARES[PARTS[group[0]]])
-        jobs = [(PARTS[number], *asked[number]) for number in group if asked[number]]
-        try:
-            report["parts"] |= ask_ranks(args, seconds, jobs)
-        except Exception as error:
-            print(traceback.format_exc(limit=-4), flush=True)
-            failed = {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
-            report["parts"] |= {PARTS[number]: {"seconds": seconds, "found": failed} for number in group}
+
+    def keep(found: dict) -> None:
+        report["parts"] |= found
+        report["seconds"] = round(time.monotonic() - began, 1)
         write(args, report)
+
+    names = [name for number in args.parts for name in NUMBERS[number]]
+    tools = [name for name in names if name in SCRIPTS and args.device == "cuda" and args.ranks <= args.gpus]
+    parts = [part for name in names if name not in SCRIPTS and (part := ready(args, name, keep)) is not None]
+    where = (args.ranks, args.device)
+    if args.device == "cuda" and not args.cold:
+        warmers = Warmers(where, warm_up(kinds_of(args), args.rehearse, parts))
+        keep({"warm": warmers.wait(began + WARM * args.limit_seconds)})
+    run_parts(where, parts, ends - (TOOLS * args.limit_seconds if tools else 0), keep)
+    for left, name in zip(range(len(tools), 0, -1), tools):
+        keep({name: run_script(args, name, (ends - time.monotonic()) / left)})
     return 0
 
 
-def ready(args: argparse.Namespace, number: str, report: dict) -> tuple[Callable, tuple] | None:
-    """What the ranks are to call for a part, made ready here; None if that fails, which the report then says."""
-    kinds = (
-        args.exchange or {"cpu": ["alltoall", "oneshot", "padded"], "cuda": ["p2p", "padded", "alltoall"]}[args.device]
-    )
+def ready(args: argparse.Namespace, name: str, keep: Callable[[dict], None]) -> Part | None:
+    """What the ranks are to call for a part; None if that cannot be made, which the report then says."""
+    small = args.rehearse or args.device == "cpu"
     try:
-        if number == "1":
-            return links, (args.topology,)
-        if number == "2":
-            return promises, ([*kinds, "auto"],)
-        if number == "3":
-            return exchanges, (kinds, args.rehearse or args.device == "cpu", args.tokens)
-        return measure_model, (model_work(args),)
+        if name == "links":
+            return Part(name, SHARES[name], links, (args.topology,))
+        if name == "promises":
+            return Part(name, SHARES[name], promises, ([*kinds_of(args), "auto"],))
+        if name == "exchanges":
+            return Part(name, SHARES[name], exchanges, (kinds_of(args), small, args.tokens))
+        return Part(name, SHARES[name], measure_model, (model_work(args),))
     except Exception as error:
         print(traceback.format_exc(limit=-4), flush=True)
-        report["parts"][PARTS[number]] = {"seconds": 0, "found": {"failed": f"{type(error).__name__}: {error}"}}
+        keep({name: {"seconds": 0, "found": None, "failed": f"{type(error).__name__}: {error}"}})
         return None
+
+
+def kinds_of(args: argparse.Namespace) -> list[str]:
+    every = {"cpu": ["alltoall", "oneshot", "padded"], "cuda": ["p2p", "padded", "alltoall"]}
+    return args.exchange or every[args.device]
+
+
+def run_script(args: argparse.Namespace, name: str, seconds: float) -> dict:
+    """Another benchmark's lines, as it prints them."""
+    options = {
+        "put": ["--gpus", str(args.ranks), "--rows", "1", "128", "588", "4096", "--transports"],
+        "lanes": ["--ranks", str(args.ranks), "--device", "cuda", *args.lanes_options],
+    }
+    command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[name])), *options[name]]
+    print(f"-- {name}, at most {seconds:.0f} s: {' '.join(command[1:])}", flush=True)
+    began, failed = time.monotonic(), ""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, **streams)
+    try:
+        out, errors = process.communicate(timeout=max(1.0, seconds))
+        failed = "" if process.returncode == 0 else errors[-1500:]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        failed = "it did not end within its time"
+    print(out, failed, sep="", flush=True)
+    found = {"command": " ".join(["scripts/" + SCRIPTS[name], *options[name]]), "lines": out.splitlines()}
+    return {"seconds": round(time.monotonic() - began, 1), "found": found} | ({"failed": failed} if failed else {})
 
 
 def arguments() -> argparse.Namespace:
@@ -102,64 +139,32 @@ def arguments() -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if device == "cuda" else 2)
-    parser.add_argument("--parts", nargs="+", choices=("1", "2", "3", "4"), default=["1", "2", "3", "4"])
-    parser.add_argument("--seconds", type=float, default=440, help="for all parts (default 440)")
-    parser.add_argument("--together", action="store_true", help="all parts in the same processes: saves their start")
+    parser.add_argument("--parts", nargs="+", choices=tuple(NUMBERS), default=list(NUMBERS))
+    parser.add_argument("--limit-seconds", type=float, default=480, help="for all parts together (default 480)")
+    parser.add_argument("--cold", action="store_true", help="compile kernels as they come, not beforehand")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 588, 1024, 4096], help="of part 3")
     parser.add_argument("--rehearse", action="store_true", help="small layers and few sizes")
     parser.add_argument("--exchange", nargs="+", help="of parts 2 and 3 (default: all that run there)")
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
+    parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 8192)")
+    parser.add_argument("--lanes-options", nargs="*", default=[], help="passed on to bench_overlap_ranks.py")
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
     parser.add_argument("--plans", help="folder of METHOD.json, solved for half of every recording")
     parser.add_argument("--solve-seconds", type=float, default=20, help="of each method without a plan file")
     parser.add_argument("--topology", default="topology.json", help="where the link matrix is written")
     parser.add_argument("--json", default="multi_gpu.json")
     parser.add_argument("--markdown", default=None, help="tables are written there too")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    return args
 
 
 def write(args: argparse.Namespace, report: dict) -> None:
-    Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    new = Path(args.json + ".new")
+    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    new.rename(args.json)
     if args.markdown:
         Path(args.markdown).write_text(markdown(report), encoding="utf-8")
-
-
-def ask_ranks(args: argparse.Namespace, seconds: float, jobs: list) -> dict:
-    """Runs parts ``(name, function, values)`` on the ranks; what they found, or had saved when time was up."""
-    ends = time.monotonic() + seconds - 2
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        try:
-            on_ranks(args.ranks, args.device, run_parts, jobs, str(answer), ends, limit_s=seconds)
-        except (Exception, KeyboardInterrupt) as error:
-            if not answer.is_file():
-                raise
-            print(f"   cut short: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
-        return json.loads(answer.read_text(encoding="utf-8"))
-
-
-def run_parts(comm: Comm, jobs: list, answer: str, ends: float) -> None:
-    """``function(comm, save, seconds, *values)`` for every part, on one rank; what one leaves over the others get."""
-    parts: dict = {}
-    for number, (name, function, values) in enumerate(jobs):
-        began = time.monotonic()
-        seconds = (ends - began) * SHARES[name] / sum(SHARES[job[0]] for job in jobs[number:])
-
-        def save(found: object, name: str = name, began: float = began) -> None:
-            parts[name] = {"seconds": round(time.monotonic() - began, 1), "found": found}
-            if comm.rank == 0:
-                Path(answer + ".part").write_text(json.dumps(parts, default=float), encoding="utf-8")
-                Path(answer + ".part").rename(answer)
-
-        if comm.rank == 0:
-            print(f"-- {name}, {seconds:.0f} s", flush=True)
-        try:
-            save(function(comm, save, seconds, *values))
-        except Exception as error:
-            if comm.rank == 0:
-                print(traceback.format_exc(limit=-4), flush=True)
-            known = parts.get(name, {}).get("found")
-            save(known or {"failed": f"{type(error).__name__}: {error}"})
 
 
 def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], small: bool, tokens: list[int]) -> dict:
@@ -174,14 +179,12 @@ def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], smal
 
 def model_work(args: argparse.Namespace) -> Work:
     train, held = recorded(args)
-    topology = Topology.from_json(Path(args.topology).read_text()) if Path(args.topology).is_file() else None
-    if topology is not None and topology.ranks != args.ranks:
-        topology = None
-    plans = {name: plan_of(args, name, train, topology) for name in METHODS}
-    plans = {name: plan for name, plan in plans.items() if plan is not None}
     small = args.rehearse
-    sizes = (64, 8) if small else (16384, 64)
-    return Work(train, held, plans, topology, small, args.model_exchange, *sizes)
+    prefill, requests = (args.prefill_tokens or 64, 8) if small else (args.prefill_tokens or 8192, 128)
+    calibration = nominal(ModelConfig.from_folder(model_folder(train, small)), prefill * args.ranks, small)
+    plans = {name: plan_of(args, name, train, calibration) for name in METHODS}
+    plans = {name: plan for name, plan in plans.items() if plan is not None}
+    return Work(train, held, plans, args.topology, small, args.model_exchange, prefill, requests)
 
 
 def recorded(args: argparse.Namespace) -> tuple[Trace, Trace]:
@@ -197,25 +200,21 @@ def recorded(args: argparse.Namespace) -> tuple[Trace, Trace]:
     return train, held
 
 
-def plan_of(args: argparse.Namespace, name: str, train: Trace, topology: Topology | None) -> Plan | None:
+def plan_of(args: argparse.Namespace, name: str, train: Trace, calibration: Calibration) -> Plan | None:
     """From its file, else solved here; None where the solver is not at hand."""
     path = Path(args.plans or ".") / f"{name}.json"
     if args.plans and path.is_file():
         plan = Plan.from_json(path.read_text(encoding="utf-8"), str(path))
         return Plan(**{**vars(plan), "shape": train.shape})
     try:
-        return solved(name, train, topology or uniform(args.ranks), args.solve_seconds)
+        options = {"objective": "step_seconds", "combine": "reduce", "threads": os.cpu_count()}
+        options["cap"] = CAP if name == "joint" else None
+        topology = uniform(args.ranks, bandwidth=LINK)
+        problem = make_problem(train, topology, seconds=args.solve_seconds, calibration=calibration, **options)
+        return find(name)(problem).plan
     except Exception as error:
         print(f"   {name} left out: {type(error).__name__}: {error}", flush=True)
         return None
-
-
-def solved(name: str, train: Trace, topology: Topology, seconds: float) -> Plan:
-    from placement.solution import make_problem
-
-    options = {"objective": "step_seconds", "combine": "reduce", "threads": os.cpu_count()}
-    problem = make_problem(train, topology, seconds=seconds, **options)
-    return find(name)(problem).plan
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ import gc
 import json
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +20,21 @@ from model_bench_lib import QWEN3_30B, random_load
 from report_engine import Served, gathered, open_engine, serve
 
 from epmoe.comm import Comm
-from epmoe.config import ModelConfig
-from epmoe.engine import engine as engine_module
+from epmoe.engine import homes as homes_module
 from epmoe.engine.engine import Engine
 from epmoe.model.decoder import Decoder
+from epmoe.model_config import ModelConfig
 from epmoe.moe.layer import MoELayer, Routing
 from epmoe.moe.timeline import Timeline, hidden_of
 from placement.cost import Calibration, evaluate, round_robin_homes
 from placement.homes import assign_homes, fit_affinity, score_routing
-from placement.plan import Plan
+from placement.plan import Plan, linear_plan
 from placement.simulate import simulate
-from placement.topology import Topology
-from placement.trace import Trace
+from placement.topology import Topology, uniform
+from placement.trace import Trace, join
 
+LINK = 390e9  # bytes a second between GPUs, where it was not measured
+STEPS = 4  # of prefill on every rank, about
 PROBE = 32  # tokens whose routing chooses a request's home
 REHEARSAL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
              "moe_intermediate_size": 64, "intermediate_size": 64}  # fmt: skip
@@ -47,18 +47,33 @@ class Work:
     Args:
         train, held: recorded tokens that plans and affinities were made from, and others that are run.
         plans: by name.
+        topology: file of the measured links; equal ones where there is none of so many ranks.
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
+        prefill_tokens, requests: most of a rank and step.
     """
 
     train: Trace
     held: Trace
     plans: dict[str, Plan]
-    topology: Topology | None
+    topology: str
     rehearse: bool
     exchange: str
     prefill_tokens: int
-    decode_requests: int
+    requests: int
+
+    @property
+    def rounds(self) -> int:
+        """How often the held-out requests are run, so that prefill has a few full steps."""
+        steps = 1 if self.rehearse else STEPS
+        ranks = self.plans["linear"].ranks
+        return max(1, round(self.prefill_tokens * ranks * steps / self.held.num_tokens))
+
+    def links(self) -> Topology:
+        ranks = self.plans["linear"].ranks
+        path = Path(self.topology)
+        found = Topology.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return found if found is not None and found.ranks == ranks else uniform(ranks, bandwidth=LINK)
 
 
 @dataclass(frozen=True)
@@ -106,57 +121,55 @@ def model_folder(trace: Trace, rehearse: bool) -> str:
     return str(folder)
 
 
-def measure_model(comm: Comm, save: Callable, seconds: float, work: Work) -> dict:
+def measure_model(comm: Comm, save: Callable, seconds: float, work: Work, say: Callable | None = None) -> dict:
     """Every plan with both home rules, lanes off and on; then what the simulation says, calibrated on linear."""
-    ends, usual = time.monotonic() + 0.9 * seconds, engine_module.assign_home
+    ends, usual = time.monotonic() + 0.9 * seconds, homes_module.assign_home
     try:
-        return _measure_plans(comm, save, ends, work)
+        return _measure_plans(comm, (save, say or said), ends, work)
     finally:
-        engine_module.assign_home = usual
+        homes_module.assign_home = usual
 
 
-def _measure_plans(comm: Comm, save: Callable, ends: float, work: Work) -> dict:
+def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, work: Work) -> dict:
+    (save, say), rows = tell, []
     folder = model_folder(work.train, work.rehearse)
-    rows: list[dict] = []
+
+    def late() -> bool:
+        return max(gathered(comm, time.monotonic() > ends))
+
     for name, plan in work.plans.items():
-        if max(gathered(comm, time.monotonic() > ends)):
-            rows.append({"plan": name, "left_out": "no time"})
+        if late():
+            rows.append({"plan": name, "failed": "no time was left"})
             continue
-        try:
-            engine = opened(comm, work, folder, plan)
-        except Exception:
-            rows.append({"plan": name, "homes": "", "overlap": "", "failed": traceback.format_exc(limit=-4)})
-            say(comm, rows[-1])
-            continue
-        for homes_rule, overlap in product(("round-robin", "affinity"), ("off", "on")):
-            if name == "linear" and homes_rule == "affinity" or max(gathered(comm, time.monotonic() > ends)):
-                continue
-            row = {"plan": name, "homes": homes_rule, "overlap": overlap}
-            try:
-                row |= measure_plan(comm, work, engine, homes_of(plan, work, homes_rule), overlap)
-            except Exception:
-                row["failed"] = traceback.format_exc(limit=-4)
-            rows.append(row)
-            save(record_of(work, rows))
-            say(comm, row)
+        engine = opened(comm, work, folder, plan)
+        for rule in ("round-robin", "affinity") if name != "linear" else ("round-robin",):
+            homes, decode = homes_of(plan, work, rule), None
+            for overlap in ("off", "on"):
+                row = {"plan": name, "homes": rule, "overlap": overlap}
+                if late():
+                    rows.append(row | {"failed": "no time was left"})
+                    continue
+                row |= measure_prefill(comm, work, engine, homes, overlap)
+                decode = decode or measure_decode(comm, work, engine, homes)
+                rows.append(row | decode)
+                say(comm, rows[-1])
+                save(record_of(work, rows))
         del engine
         gc.collect()
     found = record_of(work, rows)
     save(found)
-    return found | {"predicted": predictions(work, rows)}
+    return found | ({"predicted": predictions(work, rows)} if comm.rank == 0 else {})
 
 
 def record_of(work: Work, rows: list[dict]) -> dict:
     shape = [*work.train.expert_ids_TLK.shape[1:], work.train.shape.num_experts]
-    return {"trace": work.train.source, "shape": shape, "rows": rows, "predicted": []}
+    sizes = {"tokens_a_step": work.prefill_tokens, "held_out_tokens": work.held.num_tokens, "rounds": work.rounds}
+    return {"trace": work.train.source, "shape": shape, **sizes, "rows": rows, "predicted": []}
 
 
-def say(comm: Comm, row: dict) -> None:
-    if comm.rank:
-        return
-    if "failed" in row:
-        print(row["failed"], flush=True)
-    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "failed"}, flush=True)
+def said(comm: Comm, row: dict) -> None:
+    if comm.rank == 0:
+        print("  ", {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 def homes_of(plan: Plan, work: Work, rule: str) -> np.ndarray:
@@ -173,46 +186,66 @@ def homes_of(plan: Plan, work: Work, rule: str) -> np.ndarray:
 
 def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
     """An engine of the plan that replays the held-out tokens, warm."""
-    longest = int(work.held.seq_lens.max()) + 2
-    blocks = (work.decode_requests + work.prefill_tokens // longest + 8) * -(-longest // 16)
+    longest, size = int(work.held.seq_lens.max()) + 2, 64
+    requests = min(work.requests, work.prefill_tokens)
     settings = {
         "model": folder, "dtype": "float32" if comm.device.type == "cpu" else "bfloat16", "combine": "reduce",
-        "exchange": work.exchange, "plan": plan.to_json(), "max_model_len": longest, "num_blocks": blocks,
-        "max_batch_tokens": work.prefill_tokens, "max_requests": min(work.decode_requests, work.prefill_tokens),
+        "exchange": work.exchange, "plan": plan.to_json(), "max_model_len": longest, "block_size": size,
+        "num_blocks": requests * -(-longest // size) + 8, "overlap": "off",
+        "max_batch_tokens": work.prefill_tokens, "max_requests": requests,
     }  # fmt: skip
     engine = open_engine(comm, settings, random_load)
     engine.pool.reuse_prefixes = False  # the same sequences come again and again
     replay(engine, work.held)
-    with_homes(homes_of(plan, work, "round-robin"), 1)
-    serve(engine, requests_of(work.held, 1, decode=8))  # compiles, captures
     return engine
 
 
-def measure_plan(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, overlap: str) -> dict:
-    held = work.held
+def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, overlap: str) -> dict:
+    """Tokens a second of whole prompts in full steps; and by a timeline where a step's time goes."""
     engine.engine = replace(engine.engine, overlap=overlap)
-    rounds = max(1, round(work.prefill_tokens * comm.world * (1 if work.rehearse else 3) / held.num_tokens))
-    row = {"exchange": engine.runner.decoder.exchange.name, "tokens_a_step": work.prefill_tokens}
-    if overlap == "on":
-        with_homes(homes, 1)
-        row["hidden"] = hidden_share(comm, engine, held)  # also compiles what two lanes need
-    prefill = requests_of(held, rounds, decode=0)
-    with_homes(homes, rounds)
-    served = serve(engine, prefill)
+    row = timed_stages(comm, work, engine, homes)  # also compiles what there is to compile
+    prefill = requests_of(work.held, work.rounds, decode=0)
     tokens = sum(len(request["prompt"]) for request in prefill)
-    row |= {"prefill_tokens_per_s": tokens / served.seconds, "prefill_ms": step_ms(served)}
-    with_homes(homes, 1)
-    served = serve(engine, requests_of(held, 1, decode=4 if work.rehearse else 64))
-    return row | decode_rate(comm, served) | traffic_of(served)
+    best: Served | None = None
+    for _ in range(1 if work.rehearse else 2):
+        with_homes(homes, work.rounds)
+        served = serve(engine, prefill)
+        best = served if best is None or max(gathered(comm, served.seconds < best.seconds)) else best
+    return row | {"prefill_tokens_per_s": tokens / best.seconds, "prefill_ms": step_ms(best), **traffic_of(best)}
 
 
-def decode_rate(comm: Comm, served: Served) -> dict:
-    """Over the steps from the one in which most tokens were drawn for the first time to the end."""
+def measure_decode(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
+    """All requests draw tokens, in replayed graphs on a GPU: always one lane."""
+    lengths = (8, 4) if work.rehearse else (12, 64)
+    for length in lengths:  # the first captures graphs
+        with_homes(homes, 1)
+        served = serve(engine, requests_of(work.held, 1, decode=length))
     drawn = np.sum(gathered(comm, served.step_tokens), 0)
-    first = int((drawn >= 0.5 * drawn.max()).argmax())
+    first = int((drawn >= 0.5 * drawn.max()).argmax())  # the step in which most are past their prompts
     seconds = np.array(served.step_seconds)[first:]
     rate = float(drawn[first:].sum() / max(seconds.sum(), 1e-9))
     return {"decode_tokens_per_s": rate, "decode_ms": 1e3 * float(np.median(seconds))}
+
+
+def timed_stages(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
+    """Of one round in which stages are timed: the share of communication beside compute (the worst rank's), and
+    microseconds of experts and of communication a layer and step (the mean rank's)."""
+    decoder = engine.runner.decoder
+    for timeline in (None, Timeline(comm)):
+        decoder.timeline = timeline
+        with_homes(homes, 1)
+        served = serve(engine, requests_of(work.held, 1, decode=0))
+    decoder.timeline = comm.on_work = None
+    spans = timeline.read()
+    hidden = hidden_of(spans)[-1]
+    passes = len({(span.step, span.layer) for span in spans if span.stage == "experts"})
+    experts = sum(span.end - span.begin for span in spans if span.stage == "experts")
+    own = [hidden.share, experts / passes, hidden.communication / passes, float(passes), served.seconds]
+    share, experts, moved, passes, _ = np.array(gathered(comm, own)).T
+    return {
+        "hidden": float(share.min()), "experts_us": float(experts.mean()), "communication_us": float(moved.mean()),
+        "passes": float(passes.mean()),
+    }  # fmt: skip
 
 
 def step_ms(served: Served) -> float:
@@ -234,7 +267,7 @@ def requests_of(trace: Trace, rounds: int, decode: int) -> list[dict]:
 def with_homes(homes: np.ndarray, rounds: int) -> None:
     """The engine's next requests get these homes, in order, on every rank alike."""
     queue = iter(np.tile(homes, rounds + 1).tolist())
-    engine_module.assign_home = lambda *_: next(queue)
+    homes_module.assign_home = lambda *_: next(queue)
 
 
 def replay(engine: Engine, trace: Trace) -> None:
@@ -256,45 +289,65 @@ def traffic_of(served: Served) -> dict:
     return {"remote_rows": float((rows.sum() - np.trace(rows)) / max(tokens, 1))}
 
 
-def hidden_share(comm: Comm, engine: Engine, trace: Trace) -> float:
-    """Share of communication beside compute in prefill, by the timeline; the slowest rank's."""
-    timeline = engine.runner.decoder.timeline = Timeline(comm)
-    try:
-        serve(engine, requests_of(trace, 1, decode=0))
-    finally:
-        engine.runner.decoder.timeline = None
-    return min(gathered(comm, hidden_of(timeline.read())[-1].share))
+def nominal(config: ModelConfig, step_tokens: float, rehearse: bool) -> Calibration:
+    """Costs as the shapes say them, for plans that are made before anything was measured."""
+    row_bytes = config.hidden_size * (4 if rehearse else 2)
+    return Calibration(
+        dispatch_row_bytes=row_bytes + 8 * config.top_k, combine_row_bytes=row_bytes,
+        pair_seconds=6 * config.hidden_size * config.moe_intermediate_size / (5e10 if rehearse else 5e14),
+        layer_seconds=0.0, step_tokens=float(step_tokens),
+    )  # fmt: skip
+
+
+def calibrated(work: Work, row: dict) -> Calibration:
+    """From what was measured with the linear plan: seconds of a pair from its experts' time, the hidden share from its
+    timeline, and the rest of a layer so that its tokens a second are met."""
+    config = ModelConfig.from_folder(model_folder(work.train, work.rehearse))
+    plan = work.plans["linear"]
+    pairs = work.held.num_tokens * config.top_k * work.held.shape.num_layers / plan.ranks
+    calibration = replace(
+        nominal(config, work.prefill_tokens * plan.ranks, work.rehearse),
+        pair_seconds=row["experts_us"] * row["passes"] / pairs / 1e6,
+        overlap=row["hidden"] if row["overlap"] == "on" else 0.0,
+    )
+    bare = simulated(work, plan, homes_of(plan, work, "round-robin"), calibration)
+    missing = bare["tokens"] / row["prefill_tokens_per_s"] - bare["seconds"]
+    return replace(calibration, layer_seconds=max(0.0, missing / bare["steps"] / work.held.shape.num_layers))
+
+
+def simulated(work: Work, plan: Plan, homes: np.ndarray, calibration: Calibration) -> dict:
+    trace = join([work.held] * work.rounds, work.held.source)
+    homes = np.tile(homes, work.rounds)
+    return simulate(plan, trace, work.links(), homes=homes, combine="reduce", calibration=calibration).summary()
 
 
 def predictions(work: Work, rows: list[dict]) -> list[dict]:
-    """Prefill tokens/s by ``placement.simulate``, its layer time set so that linear, lanes off, is met."""
-    base = next((r for r in rows if r["plan"] == "linear" and r.get("overlap") == "off" and "failed" not in r), None)
-    if base is None:
-        return []
-    config = ModelConfig.from_folder(model_folder(work.train, work.rehearse))
-    row_bytes = config.hidden_size * (4 if work.rehearse else 2)
-    ranks = work.plans["linear"].ranks
-    calibration = Calibration(
-        dispatch_row_bytes=row_bytes + 8 * config.top_k, combine_row_bytes=row_bytes,
-        pair_seconds=6 * config.hidden_size * config.moe_intermediate_size / (5e10 if work.rehearse else 5e14),
-        layer_seconds=0.0, step_tokens=float(work.prefill_tokens * ranks),
-    )  # fmt: skip
-
-    def run(plan: Plan, homes: np.ndarray):
-        simulated = simulate(plan, work.held, work.topology, homes=homes, combine="reduce", calibration=calibration)
-        return simulated.summary()
-
-    bare = run(work.plans["linear"], homes_of(work.plans["linear"], work, "round-robin"))
-    missing = work.held.num_tokens / base["prefill_tokens_per_s"] - bare["seconds"]
-    layers = bare["steps"] * work.held.shape.num_layers
-    calibration = replace(calibration, layer_seconds=max(0.0, missing / layers))
+    """What ``placement.simulate`` says of every plan, calibrated once on linear without and once with two lanes."""
     found = []
-    for name, plan in work.plans.items():
-        for rule in ("round-robin", "affinity"):
-            homes = homes_of(plan, work, rule)
-            costs = evaluate(plan, work.held, homes=homes, combine="reduce")
-            found.append({
-                "plan": name, "homes": rule, "prefill_tokens_per_s": run(plan, homes)["tokens_per_second"],
-                "compute_tail": costs.compute_tail, "remote_rows": costs.dispatch_rows,
-            })  # fmt: skip
+    for base in (row for row in rows if row["plan"] == "linear" and "failed" not in row):
+        calibration = calibrated(work, base)
+        for name, plan in work.plans.items():
+            for rule in ("round-robin", "affinity"):
+                homes = homes_of(plan, work, rule)
+                costs = evaluate(plan, work.held, homes=homes, combine="reduce")
+                run = simulated(work, plan, homes, calibration)
+                found.append({
+                    "plan": name, "homes": rule, "overlap": base["overlap"],
+                    "prefill_tokens_per_s": run["tokens_per_second"], "prefill_ms": 1e3 * run["step_seconds_p50"],
+                    "compute_tail": costs.compute_tail, "remote_rows": costs.dispatch_rows,
+                    "calibration": vars(calibration),
+                })  # fmt: skip
     return found
+
+
+def first_layers(work: Work, count: int) -> Work:
+    """The same with the first layers only and the linear plan: compiles what the whole needs."""
+    traces = []
+    for trace in (work.train, work.held):
+        shape = replace(trace.shape, moe_layers=trace.shape.moe_layers[:count])
+        few = trace.take_sequences(range(min(16, len(trace.seq_lens))))
+        traces.append(Trace(shape, few.expert_ids_TLK[:, :count], few.seq_lens, source=few.source))
+    shape = ModelConfig.from_folder(model_folder(traces[0], work.rehearse)).moe_shape
+    traces = [replace(trace, shape=shape) for trace in traces]
+    plans = {"linear": linear_plan(traces[0].shape, work.plans["linear"].ranks)}
+    return replace(work, train=traces[0], held=traces[1], plans=plans)

@@ -14,7 +14,7 @@ from report_engine import gathered, open_engine, serve
 
 import epmoe
 from epmoe.comm import Comm
-from epmoe.config import ModelConfig
+from epmoe.model_config import ModelConfig
 from placement.errors import UserError
 from placement.plan import Plan, make_plan
 
@@ -26,27 +26,42 @@ WORD = {True: "holds", False: "BROKEN", None: "not run"}
 def promises(comm: Comm, save: Callable, seconds: float, kinds: list[str]) -> list[dict]:
     """Deterministic tokens of one rank, and of all ranks: every exchange, lanes off and on, a random plan with copies.
 
-    Placement changes no token (promise 1), batching changes none (2: requests alone, and together), ranks without a
-    token take part (4: one request on all ranks).
+    Placement changes no token (promise 1); batching changes none (2: requests in one batch, cut into short chunks, and
+    one by one); ranks without a token take part (4: one request on all ranks, whose others have none).
     """
     ends = time.monotonic() + seconds
     requests = texts()
-    alone = Comm(0, 1, comm.device)
-    want = serve(open_engine(alone, settings()), requests).tokens
+    want = serve(open_engine(Comm(0, 1, comm.device), settings()), requests).tokens
     agreed = gathered(comm, want)
-    found = [{"case": "every rank alone gives the same", "holds": all(each == want for each in agreed)}]
+    found = [{"case": "every rank alone draws the same", "promise": "1", "holds": all(each == want for each in agreed)}]
+    _say(comm, found[-1])
+    found.append(batching(comm, requests, want))
+    _say(comm, found[-1])
     plans = {"linear": None, "random with copies": random_plan(comm.world).to_json()}
     order = [("random with copies", "on"), ("linear", "off"), ("random with copies", "off"), ("linear", "on")]
     for (name, overlap), kind in product(order, kinds):
+        case = {"case": f"{kind}, lanes {overlap}, {name}", "promise": "1, 2, 4", "holds": None}
         if max(gathered(comm, time.monotonic() > ends)):
-            found.append({"case": "left out for lack of time", "holds": None})
-            break
+            found.append(case | {"why": "no time was left"})
+            continue
         chosen = {"plan": plans[name], "exchange": kind, "overlap": overlap}
-        found.append({"case": f"{kind}, lanes {overlap}, {name}", **checked(comm, chosen, requests, want)})
+        found.append(case | checked(comm, chosen, requests, want))
         save(found)
-        if comm.rank == 0:
-            print("  ", WORD[found[-1]["holds"]], found[-1]["case"], found[-1].get("why", ""), flush=True)
+        _say(comm, found[-1])
     return found
+
+
+def batching(comm: Comm, requests: list[dict], want: dict) -> dict:
+    """On one rank: every request by itself, and all of them in steps of 16 tokens."""
+    alone = Comm(0, 1, comm.device)
+    engine, began = open_engine(alone, settings()), time.monotonic()
+    wrong = [each["id"] for each in requests if serve(engine, [each]).tokens[each["id"]] != want[each["id"]]]
+    chunked = serve(open_engine(alone, settings() | {"max_batch_tokens": 16}), requests).tokens
+    wrong += [f"{number} in chunks" for number in want if chunked[number] != want[number]]
+    found = gathered(comm, wrong)
+    result = {"case": "one by one, and in chunks of 16", "promise": "2", "holds": not any(found)}
+    result["seconds"] = time.monotonic() - began
+    return result | ({"why": f"other tokens in requests {found}"} if any(found) else {})
 
 
 def checked(comm: Comm, chosen: dict, requests: list[dict], want: dict) -> dict:
@@ -60,13 +75,18 @@ def checked(comm: Comm, chosen: dict, requests: list[dict], want: dict) -> dict:
     except (RuntimeError, AssertionError):
         return {"holds": False, "why": traceback.format_exc(limit=-4)}
     wrong = sorted(i for i in want if together.tokens.get(i) != want[i])
-    wrong_alone = sorted(i for i in one.tokens if one.tokens[i] != want[i])
+    wrong_alone = sorted(i for i in one.tokens if one.tokens[i] != want.get(i))
+    result = {"holds": not wrong and not wrong_alone and len(one.tokens) == 1, "seconds": time.monotonic() - began}
     del engine
     gc.collect()
-    result = {"holds": not wrong and not wrong_alone and len(one.tokens) == 1, "seconds": time.monotonic() - began}
     if wrong or wrong_alone:
         result["why"] = f"other tokens in requests {wrong}; alone in {wrong_alone}"
     return result
+
+
+def _say(comm: Comm, case: dict) -> None:
+    if comm.rank == 0:
+        print("  ", WORD[case["holds"]], case["case"], case.get("why", ""), flush=True)
 
 
 def settings() -> dict:

@@ -10,11 +10,18 @@ def markdown(report: dict) -> str:
     writers = {"links": _links, "promises": _promises, "exchanges": _exchanges, "model": _model}
     for name, part in report["parts"].items():
         lines += [f"## {name.capitalize()} ({part['seconds']:.0f} s)", ""]
-        found = part["found"]
-        failed = isinstance(found, dict) and "failed" in found
-        lines += [f"Failed: {found['failed'].splitlines()[0]}"] if failed else writers[name](found)
-        lines.append("")
+        if part["found"]:
+            lines += [*writers.get(name, _lines)(part["found"]), ""]
+        if "failed" in part:
+            lines += [f"Cut short: {part['failed'].strip().splitlines()[-1]}", ""]
     return "\n".join(lines)
+
+
+def _lines(found: dict) -> list[str]:
+    """What another script printed, or a plain table."""
+    if "lines" in found:
+        return [f"`{found['command']}`", "", "```", *found["lines"], "```"]
+    return [f"- {name}: {value}" for name, value in found.items()]
 
 
 def _links(found: dict) -> list[str]:
@@ -32,8 +39,11 @@ def _links(found: dict) -> list[str]:
 
 def _promises(found: list[dict]) -> list[str]:
     word = {True: "holds", False: "**broken**", None: "not run"}
-    rows = [[each["case"], word[each["holds"]], str(each.get("why", "")).strip().splitlines()[-1:]] for each in found]
-    return _table(["case", "", "why"], [[a, b, "".join(c)[:160]] for a, b, c in rows])
+    rows = []
+    for each in found:
+        why = "".join(str(each.get("why", "")).strip().splitlines()[-1:])[:160]
+        rows.append([each["promise"], each["case"], word[each["holds"]], f"{each.get('seconds', 0):.1f}", why])
+    return _table(["promise", "case", "", "s", "why"], rows)
 
 
 def _exchanges(found: dict) -> list[str]:
@@ -53,31 +63,30 @@ def _exchanges(found: dict) -> list[str]:
 def _model(found: dict) -> list[str]:
     layers, choices, experts = found["shape"]
     lines = [f"Routing of `{found['trace']}` ({layers} layers, {experts} experts, {choices} choices).", ""]
-    head = ["plan", "homes", "lanes", "prefill tokens/s", "over linear", "predicted", "decode tokens/s", "over linear",
-            "remote rows", "hidden"]  # fmt: skip
+    head = ["plan", "homes", "lanes", "prefill tokens/s", "over linear", "simulated", "ms a step", "simulated",
+            "hidden", "decode tokens/s", "over linear", "ms a step", "remote rows"]  # fmt: skip
     good = [row for row in found["rows"] if "prefill_tokens_per_s" in row]
     base = next((row for row in good if row["plan"] == "linear" and row["overlap"] == "off"), None)
-    said = {(row["plan"], row["homes"]): row["prefill_tokens_per_s"] for row in found["predicted"]}
+    said = {(row["plan"], row["homes"], row["overlap"]): row for row in found["predicted"]}
     rows = []
     for row in good:
-        guess = said.get((row["plan"], row["homes"]))
+        guess = said.get((row["plan"], row["homes"], row["overlap"]))
         rows.append([
             row["plan"], row["homes"], row["overlap"], f"{row['prefill_tokens_per_s']:.0f}",
-            _over(row, base, "prefill_tokens_per_s"),
-            "-" if guess is None or row["overlap"] == "on" else f"{guess:.0f}",
-            f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['remote_rows']:.3f}",
-            f"{100 * row['hidden']:.0f} %" if "hidden" in row else "-",
+            _over(row, base, "prefill_tokens_per_s"), _over(guess, base, "prefill_tokens_per_s"),
+            f"{row['prefill_ms']:.1f}", f"{guess['prefill_ms']:.1f}" if guess else "-", f"{100 * row['hidden']:.0f} %",
+            f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['decode_ms']:.2f}",
+            f"{row['remote_rows']:.3f}",
         ])  # fmt: skip
     lines += _table(head, rows)
     for row in found["rows"]:
         if "failed" in row:
-            why = row["failed"].strip().splitlines()[-1]
-            lines.append(f"\n{row['plan']}, {row['homes']}, lanes {row['overlap']} failed: {why}")
+            lines.append(f"\n{row['plan']}, {row.get('homes', '')}, lanes {row.get('overlap', '')}: {row['failed']}")
     return lines
 
 
-def _over(row: dict, base: dict | None, key: str) -> str:
-    return "-" if base is None else f"{100 * (row[key] / base[key] - 1):+.1f} %"
+def _over(row: dict | None, base: dict | None, key: str) -> str:
+    return "-" if base is None or row is None else f"{100 * (row[key] / base[key] - 1):+.1f} %"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
