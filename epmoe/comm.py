@@ -156,14 +156,14 @@ def open_buffers(comm: Comm, size: int) -> PeerMemory:
             torch.cuda.synchronize(comm.device)
         except (ImportError, AttributeError, RuntimeError) as error:
             why = _first_line(error)
-    _agree(comm, why)
+    agree_on_memory(comm, why)
     try:
         # Its handles travel over the host group: the first use of NCCL's would make a communicator.
         handle = symmetric.rendezvous(local, comm.control)
         peers = [local if w == comm.rank else handle.get_buffer(w, (size,), torch.uint8) for w in range(comm.world)]
     except (AttributeError, RuntimeError, TypeError) as error:
         why = _first_line(error)
-    pids_W = _agree(comm, why)
+    pids_W = agree_on_memory(comm, why)
     table = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=comm.device)
     return PeerMemory(local, peers, table, [_open_process(pid) for pid in pids_W], handle)
 
@@ -179,7 +179,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _agree(comm: Comm, why: str) -> list[int]:
+def agree_on_memory(comm: Comm, why: str) -> list[int]:
     """Raise on all ranks if one has a reason; else the ranks' process ids.  Behind it every rank's buffer is ready."""
     host = zlib.crc32(socket.gethostname().encode())
     headers = comm.all_gather_headers(np.array([bool(why), host, os.getpid()], np.int64))

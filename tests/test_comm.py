@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_tiny
 
-from epmoe.comm import Comm, PeerMemory, gpu_identity, rows_backend
+from epmoe.comm import Comm, NoPeerMemory, PeerMemory, agree_on_memory, gpu_identity, open_buffers, rows_backend
 from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
 from epmoe.engine.runner import Launched
@@ -93,3 +93,31 @@ def test_a_gpu_has_one_identity_in_all_processes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     one, same, other = (gpu_identity(torch.device("cuda", n)) for n in range(3))
     assert one.tolist() == same.tolist() != other.tolist()
+
+
+def opened(comm: Comm, unable: int) -> str:
+    """What rank says when rank ``unable`` has no peer memory."""
+    try:
+        agree_on_memory(comm, "out of memory" if comm.rank == unable else "")
+    except NoPeerMemory as error:
+        return str(error)
+    return "opened"
+
+
+def test_one_rank_without_peer_memory_is_enough_for_all_to_fall_back(rank_pool):
+    said = rank_pool(3).run(opened, 1)
+    assert "out of memory" in said[1]
+    assert said[0] == said[2] and "rank 1 cannot" in said[0]
+    assert rank_pool(3).run(opened, -1) == ["opened"] * 3
+
+
+def on_cpu(comm: Comm) -> str:
+    try:
+        open_buffers(comm, 64)
+    except NoPeerMemory as error:
+        return str(error)
+    return "opened"
+
+
+def test_cpu_ranks_have_no_peer_memory(rank_pool):
+    assert all("device cpu" in said for said in rank_pool(2).run(on_cpu))

@@ -15,11 +15,13 @@ from p2p_ranks import (
     lose_a_rank_in_a_step,
     over_nccl_and_p2p,
     run_ranks,
+    timed,
 )
 from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
+from epmoe.ops.p2p_layout import COMBINE, DISPATCH
 from epmoe.ops.p2p_ranks import PutOptions
 from epmoe.ops.wire import from_wire, from_wire_ref, rounded, to_wire, to_wire_ref
 from placement.plan import plan_from_ranks
@@ -66,6 +68,16 @@ def test_wire_kernels_equal_their_twins():
     wire = to_wire(x)
     assert torch.equal(wire[:, :used], to_wire_ref(x)[:, :used])
     assert torch.equal(from_wire(wire, None, 7168, BF16), from_wire_ref(wire, None, 7168, BF16))
+
+
+def test_a_wait_ends_at_its_time_limit_and_the_ones_behind_it_at_once():
+    exchange = VirtualExchange(Case(3, 4, 4, 2, 64, 2, BF16, False), "cuda")
+    exchange.set_step(9)
+    torch.cuda.synchronize()
+    first = timed(lambda: exchange.wait(DISPATCH))  # nobody sent
+    again = timed(lambda: [exchange.wait(COMBINE) for _ in range(20)])
+    assert str(exchange.failure()) == "step 9, layer 7, dispatch: rank 0 sent no signal in time"
+    assert exchange.place.limit_s <= first < exchange.place.limit_s + 8 and again < 1, (first, again)
 
 
 @pytest.mark.parametrize("world", SMALL)

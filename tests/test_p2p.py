@@ -1,0 +1,58 @@
+"""What p2p says and reserves before any rank exists."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epmoe.comm import Comm
+from epmoe.moe.exchange import LANES, ExchangeShape
+from epmoe.moe.p2p import buffer_size, lane_layout, p2p_unavailable
+from epmoe.ops.p2p_signal import GONE, Failure, read_failure
+
+SHAPE = ExchangeShape(4, 128, 256, 4, torch.bfloat16, "exact")
+
+
+@pytest.mark.parametrize(
+    "world,device,change,why",
+    [
+        (8, "cpu", {}, "needs GPUs, this run is on cpu"),
+        (64, "cuda", {}, "up to 63 ranks, this run has 64"),
+        (8, "cuda", {"max_tokens": 65536}, "up to 65535 tokens a rank, the budget is 65536"),
+        (8, "cuda", {"hidden": 100}, "16 bytes at a time, a row has 200"),
+    ],
+)
+def test_a_run_that_p2p_cannot_serve_is_told_why(world, device, change, why):
+    assert why in p2p_unavailable(Comm(0, world, torch.device(device)), replace(SHAPE, **change))
+
+
+def test_a_run_that_p2p_can_serve():
+    assert p2p_unavailable(Comm(0, 63, torch.device("cuda")), replace(SHAPE, max_tokens=65535)) is None
+
+
+@pytest.mark.parametrize("combine,answers", [("exact", 4), ("reduce", 3)])
+def test_buffers_hold_the_whole_budget_from_every_rank(combine, answers):
+    """All tokens of all ranks to this one, and all answers of its own, in both lanes: no step can exceed that."""
+    shape = replace(SHAPE, combine=combine)
+    layout = lane_layout(3, shape)
+    assert layout.sizes["rows"] == 3 * 128 * 512
+    assert layout.sizes["returned"] == 128 * answers * 512
+    ends = [layout.at(name) + size for name, size in layout.sizes.items()]
+    assert all(end <= start for end, start in zip(ends, [*layout.starts.values()][1:]))
+    assert layout.total >= ends[-1] and buffer_size(3, shape) == LANES * layout.total
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 57])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_record_says_where_and_for_whom(layer, stage):
+    word = 1 << 63 | 123456 << 32 | (layer + 1) << 16 | stage << 14 | 1 << 12 | 62
+    failure = read_failure(word - (1 << 64))  # as a signed word of host memory
+    assert (failure.step, failure.layer, failure.stage, failure.peer) == (
+        123456,
+        layer,
+        ("dispatch", "combine", "counts")[stage],
+        62,
+    )
+    assert read_failure(0) is None
+    gone = str(Failure(3, layer, "combine", 1, GONE))
+    assert gone.startswith("step 3") and "combine: rank 1 is gone" in gone and ("layer" in gone) == (layer >= 0)
