@@ -160,8 +160,8 @@ def plain(comm: Comm, case: Case, sent_W2: np.ndarray, rounds: int) -> float:
     views = [buffer[: sum(each)] for buffer, each in zip(buffers, (there, arriving, back, returning))]
 
     def both() -> None:
-        distributed.all_to_all_single(views[1].view(torch.uint8), views[0].view(torch.uint8), arriving, there)
-        distributed.all_to_all_single(views[3].view(torch.uint8), views[2].view(torch.uint8), returning, back)
+        for source, target, sizes in ((views[0], views[1], (arriving, there)), (views[2], views[3], (returning, back))):
+            distributed.all_to_all_single(target.view(torch.uint8), source.view(torch.uint8), *sizes, group=comm.data)
 
     both()
     return float(np.median(slowest(comm, np.array([timed(comm, (both,)) for _ in range(rounds)]))))
@@ -173,7 +173,7 @@ def link_limit(comm: Comm, megabytes: int) -> float:
     out = torch.empty_like(block)
 
     def once() -> None:
-        distributed.all_to_all_single(out.view(-1), block.view(-1))
+        distributed.all_to_all_single(out.view(-1), block.view(-1), group=comm.data)
 
     once()
     us = float(np.median(slowest(comm, np.array([timed(comm, (once,)) for _ in range(5)]))))

@@ -22,7 +22,7 @@ def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dic
     """Smoke tests, then bandwidth and latency of every pair, one at a time; rank 0 writes the topology file."""
     found: dict = {"backend": "nccl" if comm.on_nccl else "gloo"}
     ones = torch.ones(1 << 10, device=comm.device)
-    distributed.all_reduce(ones)
+    distributed.all_reduce(ones, group=comm.data)
     assert (ones == comm.world).all(), "all_reduce is wrong"
     found["all_reduce"] = "right"
     memory, found["peer_memory"] = _peer_memory(comm)
@@ -82,7 +82,7 @@ def _message(comm: Comm, source: int, target: int, size: int) -> Callable[[], ob
         take[source] = size
     block = torch.zeros(sum(give), dtype=torch.uint8, device=comm.device)
     into = torch.zeros(sum(take), dtype=torch.uint8, device=comm.device)
-    return lambda: distributed.all_to_all_single(into, block, take, give)
+    return lambda: distributed.all_to_all_single(into, block, take, give, group=comm.data)
 
 
 def _all_pairs(comm: Comm, memory: PeerMemory) -> float:
