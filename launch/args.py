@@ -83,6 +83,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", help="JSON file of engine settings; options given here come first")
     group.add_argument("--dtype", help="float32, bfloat16, float16, or auto: float32 on CPU, the model's own on a GPU")
     group.add_argument("--deterministic", action="store_true", help="bitwise equal output for any ranks and batching")
+    group.add_argument("--no-graphs", action="store_true", help="on a GPU: decode steps without CUDA graphs")
     for option, (_, kind, text) in ENGINE.items():
         group.add_argument(option, type=kind, help=text)
 
@@ -134,6 +135,8 @@ def engine_config(args: argparse.Namespace, starting: Starting) -> tuple[EngineC
     settings = {**_settings_file(args.config), **_given(args, ENGINE)}
     if args.deterministic:
         settings["deterministic"] = True
+    if args.no_graphs:
+        settings["graphs"] = False
     if args.dtype is not None:
         settings["dtype"] = args.dtype
     return complete_settings(args.model, settings, starting, args.config or "engine config")
@@ -157,6 +160,7 @@ def complete_settings(
     settings.setdefault("exchange", "auto")
     settings.setdefault("threads", max(1, cores() // starting.local_world))
     settings.setdefault("block_size", EngineConfig.block_size if on_cpu else GPU_BLOCK_SIZE)
+    settings.setdefault("capture_at_start", not on_cpu and settings.get("graphs", True))
     settings.setdefault("max_model_len", _default_length(settings, model))
     settings["tuned"] = _tuned_text(settings.get("tuned"), on_cpu)
     if settings.get("exchange_costs") is not None:

@@ -1,7 +1,8 @@
 """The front's end of the sockets: requests go to rank 0, tokens come back from the ranks.
 
 Messages are msgpack maps.  To rank 0: ``{"op": "add", "id", "prompt", "params", "sample"}``, ``{"op": "abort", "id"}``,
-``{"op": "stop"}`` (finish what is there, then end).  From a rank: ``{"op": "ready", "rank", "report"}``,
+``{"op": "stop"}`` (finish what is there, then end).  From a rank: while it starts ``{"op": "progress", "rank", "phase",
+"done", "total"}`` (rank 0 only), then ``{"op": "ready", "rank", "report"}``,
 ``{"op": "tokens", "rank", "items": [[id, token ids, finish reason or null, extra or null]]}`` and, at the end,
 ``{"op": "trace", "rank", "full", "sequences"}`` if routing is recorded, then ``{"op": "stats", "rank", "report"}``.
 """

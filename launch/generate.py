@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
             Completion(*each, tokenizer, params.stop, index) for each in encoded for index in range(params.n)
         ]
         progress.phase("loading weights")
-        ready = session.wait_ready()
+        ready = session.wait_ready(progress.reached)
         requests = Requests(session, keep_lengths=bool(args.record_trace))
         progress.phase("generating", total=len(completions))
         drain.arm()

@@ -32,6 +32,10 @@ class Progress:
         if self._bar.disable:
             self.say(name if total is None else f"{name}, {total} requests")
 
+    def reached(self, phase: str, done: int, total: int) -> None:
+        """How far a phase of starting has come."""
+        self._bar.update(self._task, description=phase, completed=done, total=total)
+
     def add_tokens(self, count: int) -> None:
         self._tokens += count
         rate = self._tokens / max(1e-9, time.monotonic() - self._started)

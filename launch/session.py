@@ -65,6 +65,7 @@ class Session:
         self._next_id = 0
         self._events: list[Event] = []
         self.ready: dict[int, dict] = {}
+        self._reached: tuple[str, int, int] | None = None  # phase of starting, done, total
         self.stats: dict[int, dict] = {}
         self.recorded: list[dict] = []  # the ranks' ``trace`` messages
         self.timeline: list[dict] = []  # their ``timeline`` messages
@@ -75,10 +76,13 @@ class Session:
             self.close()
             raise
 
-    def wait_ready(self) -> dict[int, dict]:
-        """Block until every rank has its weights; reports by rank."""
+    def wait_ready(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> dict[int, dict]:
+        """Block until every rank can serve; reports by rank. ``progress`` hears (phase, done, total)."""
         while len(self.ready) < self.world:
             self._pump(POLL_S)
+            if self._reached is not None:
+                progress(*self._reached)
+                self._reached = None
         return self.ready
 
     def add(self, prompt: list[int], params: dict, sample: int = 0) -> int:
@@ -120,6 +124,8 @@ class Session:
                 self._events.extend(Event(*item) for item in message["items"])
             elif message["op"] == "ready":
                 self.ready[message["rank"]] = message["report"]
+            elif message["op"] == "progress":
+                self._reached = message["phase"], message["done"], message["total"]
             elif message["op"] == "stats":
                 self.stats[message["rank"]] = message["report"]
             elif message["op"] == "trace":

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         tokenizer = load_tokenizer(engine.model)
         pieces = list(cut(_encoded(texts, tokenizer, engine, model), longest, args.record_tokens))
         progress.phase("loading weights")
-        session.wait_ready()
+        session.wait_ready(progress.reached)
         requests = Requests(session, keep_lengths=True)
         progress.phase("recording", total=len(pieces))
         drain.arm()

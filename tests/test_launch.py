@@ -1,20 +1,25 @@
 """The command line: what it accepts, what it refuses in one line, and what a run gives back."""
 
+import argparse
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cli import Run
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
-from epmoe.config import EngineConfig
+from epmoe.config import EngineConfig, RankInfo
+from epmoe.engine.worker import Outputs
 from epmoe.model_config import ModelConfig
-from launch import plans
+from launch import plans, session
 from launch.__main__ import main
+from launch.args import add_engine_arguments, add_model_arguments, engine_config
 from launch.completion import Completion
 from launch.detokenize import Detokenizer
 from launch.failure import read_error_files
+from launch.front import Front
 from launch.plans import choose_plan
 from launch.prompts import Prompt, read_prompts, require_writable
 from launch.report import served_LW
@@ -250,6 +255,39 @@ def test_text_cut_inside_a_character_is_shown():
     ids = tokenizer("a日").input_ids[:-1]
     completion.take(ids, "length")
     assert completion.text == tokenizer.decode(ids) and completion.text.startswith("a\ufffd")
+
+
+def test_graphs_are_captured_before_the_first_request_unless_refused(model):
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    for argv, graphs, at_start in (([], True, True), (["--no-graphs"], False, False)):
+        args = parser.parse_args(["--model", str(model), "--device", "cuda", *argv])
+        engine, _ = engine_config(args, session.spawned(1))
+        assert (engine.graphs, engine.capture_at_start) == (graphs, at_start)
+    engine, _ = engine_config(parser.parse_args(["--model", str(model), "--device", "cpu"]), session.spawned(1))
+    assert not engine.capture_at_start
+
+
+def test_rank_0_says_how_far_starting_has_come(tmp_path):
+    """Not more often than anybody reads, and always the end."""
+    front = Front(tmp_path)
+    infos = [RankInfo(rank, 2, rank, "", "", front.addresses.outputs, str(tmp_path)) for rank in range(2)]
+    outputs = [Outputs(info) for info in infos]
+    for each in outputs:
+        reached = each.progress("loading weights, MB", 1e-6)
+        for done in range(2001):
+            reached(done * 10**6, 2000 * 10**6)
+        each.send("ready", report={})
+    heard, starting = [], session.Session.__new__(session.Session)
+    starting.world, starting.ready, starting._reached, starting._front = 2, {}, None, front
+    starting._ranks = SimpleNamespace(check=lambda ending: None)
+    starting.wait_ready(lambda *at: heard.append(at))
+    assert set(starting.ready) == {0, 1}
+    assert heard[-1] == ("loading weights, MB", 2000, 2000) and len(heard) < 100
+    front.close()
+    for each in outputs:
+        each.context.destroy(linger=0)
 
 
 def test_stop_string_over_two_tokens():

@@ -7,14 +7,16 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import msgpack
 import torch
 import zmq
 
+from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm, close_comm, open_comm
 from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.engine import Engine
@@ -22,6 +24,7 @@ from epmoe.engine.watchdog import watch
 from placement.errors import UserError
 
 IDLE_POLL_MS = 200
+PROGRESS_S = 0.2  # between two messages about the same phase of starting
 TRACE_MESSAGE_BYTES = 8 << 20
 TIMELINE_MESSAGE_SPANS = 20_000
 
@@ -37,10 +40,12 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         comm = open_comm(info.rank, info.world, own_device(info, config), info.init_method, timeout_s)
-        engine = Engine(config, comm)
+        outputs = Outputs(info)
+        load = partial(load_weights, progress=outputs.progress("loading weights, MB", 1e-6))
+        engine = Engine(config, comm, load, outputs.progress("capturing graphs"))
         exchange = engine.runner.decoder.exchange
         watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error), exchange.watch_peers)
-        serve(engine, info)
+        serve(engine, info, outputs)
         close_comm(comm)
     except BaseException as error:
         write_error(info, comm, cause_of(error, engine))
@@ -70,19 +75,37 @@ def own_device(info: RankInfo, config: EngineConfig) -> torch.device:
     return device
 
 
-def serve(engine: Engine, info: RankInfo) -> None:
+class Outputs:
+    """This rank's way to the front."""
+
+    def __init__(self, info: RankInfo) -> None:
+        self.rank, self.context = info.rank, zmq.Context()
+        self._socket = self.context.socket(zmq.PUSH)
+        self._socket.connect(info.outputs_addr)
+
+    def send(self, op: str, **fields) -> None:
+        self._socket.send(msgpack.packb({"op": op, "rank": self.rank, **fields}))
+
+    def progress(self, phase: str, unit: float = 1.0) -> Callable[[int, int], None]:
+        """Tells the front how far a phase of starting has come, in ``unit``; rank 0 speaks for all."""
+        said = 0.0
+
+        def reached(done: int, total: int) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if self.rank == 0 and (now - said >= PROGRESS_S or done == total):
+                said = now
+                self.send("progress", phase=phase, done=round(done * unit), total=round(total * unit))
+
+        return reached
+
+
+def serve(engine: Engine, info: RankInfo, outputs: Outputs) -> None:
     """The loop between the sockets: rank 0 pulls requests, every rank pushes its tokens."""
-    context = zmq.Context()
-    outputs = context.socket(zmq.PUSH)
-    outputs.connect(info.outputs_addr)
-    requests = None
+    send, requests = outputs.send, None
     if info.rank == 0:
-        requests = context.socket(zmq.PULL)
+        requests = outputs.context.socket(zmq.PULL)
         requests.connect(info.requests_addr)
-
-    def send(op: str, **fields) -> None:
-        outputs.send(msgpack.packb({"op": op, "rank": info.rank, **fields}))
-
     gc.collect()
     gc.freeze()  # what is alive now stays: a collection that went through it would hold up a step
     report = engine.load_report
@@ -97,7 +120,7 @@ def serve(engine: Engine, info: RankInfo) -> None:
     for message in timeline_messages(engine):
         send("timeline", **message)
     send("stats", report={**engine.report(), "seconds": time.perf_counter() - started})
-    context.destroy(linger=5000)
+    outputs.context.destroy(linger=5000)
 
 
 def recorded_messages(engine: Engine) -> Iterator[dict]:
