@@ -131,13 +131,13 @@ class PeerMemory:
     processes: list[int | None]
     handle: object = None
 
-    def gone(self) -> int | None:
-        """A rank whose process has ended."""
+    def gone(self) -> list[int]:
+        """The ranks whose processes have ended."""
         held = {process: rank for rank, process in enumerate(self.processes) if process is not None}
         watcher = select.poll()  # not select(), whose descriptors end at 1023
         for process in held:
             watcher.register(process, select.POLLIN)
-        return min((held[process] for process, _ in watcher.poll(0)), default=None)
+        return sorted(held[process] for process, _ in watcher.poll(0))
 
 
 def open_buffers(comm: Comm, size: int) -> PeerMemory:

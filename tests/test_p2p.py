@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from p2p_cases import Case, lockstep_ranks
 
-from epmoe.comm import Comm
+from epmoe.comm import Comm, PeerMemory
 from epmoe.moe.exchange import LANES, ExchangeShape
-from epmoe.moe.p2p import buffer_size, lane_layout, p2p_unavailable
-from epmoe.ops.p2p_signal import GONE, Failure, read_failure
+from epmoe.moe.p2p import PeerFailed, buffer_size, lane_layout, p2p_unavailable
+from epmoe.ops.p2p_signal import ABORT, ABORTED, GONE, RECORD, Failure, read_failure
 
 SHAPE = ExchangeShape(4, 128, 256, 4, torch.bfloat16, "exact")
 
@@ -56,3 +57,15 @@ def test_a_record_says_where_and_for_whom(layer, stage):
     assert read_failure(0) is None
     gone = str(Failure(3, layer, "combine", 1, GONE))
     assert gone.startswith("step 3") and "combine: rank 1 is gone" in gone and ("layer" in gone) == (layer >= 0)
+
+
+@pytest.mark.parametrize("gone,peer", [([1], 1), ([0, 1], 1), ([0], 0)])
+def test_of_several_that_ended_the_one_waited_for_is_named(monkeypatch, gone, peer):
+    """Ranks end one after another once the first has; one that is still there may wait for it in turn."""
+    exchange = lockstep_ranks(Case(3, 2, 2, 2, 16, 2, torch.float32, False))[2]
+    monkeypatch.setattr(PeerMemory, "gone", lambda memory: gone)
+    exchange.watch_peers()
+    assert exchange.host[ABORT] == 1 and exchange.failure() is None
+    exchange.host[RECORD] = (1 << 63 | 4 << 32 | 3 << 16 | 1 << 14 | ABORTED << 12 | 1) - (1 << 64)
+    with pytest.raises(PeerFailed, match=f"step 4, layer 2, combine: rank {peer} is gone"):
+        exchange.raise_if_failed()

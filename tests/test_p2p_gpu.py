@@ -111,12 +111,16 @@ def test_ranks_that_see_only_their_own_gpu():
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_killed_rank_ends_the_others(graphed):
-    said = run_ranks(3, die_in_a_round, Case(3, 8, 8, 2, 256, 4, BF16, False), graphed, timeout_s=60)
-    assert said[1] == -9
-    for message in (said[0], said[2]):
+    said = run_ranks(4, die_in_a_round, SMALL[4], graphed, timeout_s=60)
+    assert said.pop(1) == -9
+    for message in said:
         found = re.match(r"step 3, layer 5, (dispatch|combine): rank 1 is gone, .* \((.*) s, then (.*) s\)", message)
         assert found and float(found[2]) < 10, message
         assert float(found[3]) < 2, f"a kernel spins on: {message}"
+
+
+def engine_config(model: str, **more) -> dict:
+    return {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True, **more}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -127,14 +131,13 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
     sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     prompts = [random.integers(0, 90, n).tolist() for n in (1, 15, 17, 60)]
     script = Script([(n, prompt, sampling) for n, prompt in enumerate(prompts)], want_logits=True)
-    config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True}
-    alone = drive(Comm(0, 1, torch.device("cuda")), config, script)
+    alone = drive(Comm(0, 1, torch.device("cuda")), engine_config(model), script)
     shape = ModelConfig.from_folder(model).moe_shape
     plan = plan_from_ranks(
         shape, world, np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
     )
-    over = {"ranks": world, "plan": plan.to_json(), "exchange": "p2p", "combine": "exact"}
-    results = run_ranks(world, drive_engine, {**config, **over}, script, timeout_s=70)
+    over = engine_config(model, ranks=world, plan=plan.to_json(), exchange="p2p", combine="exact")
+    results = run_ranks(world, drive_engine, over, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
     assert all(np.array_equal(logits, alone.logits[key].float().cpu().numpy()) for key, logits in merged.logits.items())
@@ -147,9 +150,9 @@ def test_the_engine_that_loses_a_rank_says_where(tmp_path, graphs):
     model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
     sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     script = Script([(n, [5, 6, 7 + n], sampling) for n in range(6)])
-    config = {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "graphs": graphs}
-    said = run_ranks(3, lose_a_rank_in_a_step, {**config, "ranks": 3, "exchange": "p2p"}, script)
-    assert said[1] == -9
-    for message in (said[0], said[2]):
+    config = engine_config(model, graphs=graphs, ranks=4, exchange="p2p", combine="exact")
+    said = run_ranks(4, lose_a_rank_in_a_step, config, script)
+    assert said.pop(1) == -9
+    for message in said:
         found = re.match(r"step 12, layer \d+, (dispatch|combine): rank 1 is gone, .* \((.*) s\)", message)
         assert found and float(found[2]) < 10, message

@@ -87,7 +87,7 @@ class P2P:
         self.put, self.copy = Put(device, PutOptions(), side), Copy(device)
         words = self.memory.local[: LANES * layout.total].view(torch.int64).view(LANES, -1)
         self._step_L = words[:, layout.at("state") // 8 + STEP]
-        self._gone: int | None = None
+        self._gone: list[int] = []
         self.buffer_bytes = LANES * layout.total
         self.copy_from = COPY_FROM
         self.bound = max(shape.max_tokens, 1)
@@ -154,9 +154,10 @@ class P2P:
     def failure(self) -> Failure | None:
         """What a wait that gave up has recorded; what was computed since is void."""
         failure = read_failure(int(self.host[RECORD]))
-        if failure is not None and self._gone is not None:
-            return replace(failure, peer=self._gone, reason=GONE)
-        return failure
+        if failure is None or not self._gone:
+            return failure
+        waited_for_it = failure.peer in self._gone  # others may have ended since, because of the first
+        return replace(failure, peer=failure.peer if waited_for_it else self._gone[0], reason=GONE)
 
     def raise_if_failed(self, patience_s: float = 0.0) -> None:
         deadline = time.monotonic() + patience_s
@@ -169,7 +170,7 @@ class P2P:
     def watch_peers(self) -> None:
         """Any thread, now and then: if a peer's process has ended, no wait of this rank goes on."""
         self._gone = self.memory.gone()
-        if self._gone is not None:
+        if self._gone:
             self.host[ABORT] = 1
 
 

@@ -148,6 +148,6 @@ def combine_put(
         BLOCK=columns,
         U=options.summed if layout.reduce else options.rows,
         REDUCE=layout.reduce,
-        num_warps=options.warps or max(4, min(32 if layout.reduce else 16, columns // 256)),
+        num_warps=options.warps or max(4, min(16, columns // 256)),
         **pdl_options(out_MD),
     )

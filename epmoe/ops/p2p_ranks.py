@@ -24,7 +24,7 @@ class PutOptions:
 
     programs: int = 16
     rows: int = 8
-    summed: int = 4
+    summed: int = 6
     warps: int = 0
 
 
