@@ -4,9 +4,9 @@
     python scripts/bench_overlap_ranks.py --ranks 2 --device cuda [--exchange p2p alltoall] [--tokens 2048 8192]
 
 For each case: milliseconds of one layer (the slowest rank, median of rounds) in one lane and in two, in turns, and the
-share of the communication that the timeline of a further run in two lanes saw beside compute.  Where the exchange
-allows it also in a captured graph, and over p2p then with the two lanes' compute alone (same graph, nothing sent) and
-the travel of their rows alone: ``hidden`` = (compute + travel - two lanes) / travel.
+share of the communication that the timeline of a further run in two lanes saw beside compute: launched from the host,
+and in a captured graph where the exchange allows it.  Over p2p a graph is also run with the two lanes' compute alone
+(nothing is sent) and with the travel of their rows alone: ``hidden`` = (compute + travel - two lanes) / travel.
 On GPUs that are fewer than the ranks the figures say nothing about speed, and the label says so.
 """
 
@@ -164,19 +164,23 @@ def parts_of(step: Step) -> dict[str, Callable[[], None]]:
     return {"compute_ms": compute, "travel_ms": travel}
 
 
-def run_case(step: Step, rounds: int, repeat: int) -> dict:
-    case = {**in_turns(step, {"one_ms": step.eager(1), "two_ms": step.eager(2)}, rounds, repeat)}
-    case |= seen_hidden(step, graphed=False)
+def run_eager(step: Step, rounds: int, repeat: int) -> dict[str, float]:
+    case = in_turns(step, {"one_ms": step.eager(1), "two_ms": step.eager(2)}, rounds, repeat)
+    return {**case, **seen_hidden(step, graphed=False)}
+
+
+def run_graph(step: Step, rounds: int, repeat: int) -> dict[str, float] | None:
+    """None where the exchange cannot be captured."""
+    step.begin(1)
     if not step.exchange.capturable or step.exchange.waits_for_counts:
-        return case
+        return None
     runs = {"one_ms": step.graph(1), "two_ms": step.graph(2)}
     if step.exchange.name == "p2p":
         runs |= parts_of(step)
-    graphed = in_turns(step, runs, rounds, repeat)
-    if "travel_ms" in graphed:
-        compute, travel, two = graphed["compute_ms"], graphed["travel_ms"], graphed["two_ms"]
-        graphed["hidden"] = (compute + travel - two) / travel
-    return {**case, "graph": {**graphed, **seen_hidden(step, graphed=True)}}
+    case = in_turns(step, runs, rounds, repeat)
+    if "travel_ms" in case:
+        case["hidden"] = (case["compute_ms"] + case["travel_ms"] - case["two_ms"]) / case["travel_ms"]
+    return {**case, **seen_hidden(step, graphed=True)}
 
 
 def describe(case: dict) -> str:
@@ -184,6 +188,9 @@ def describe(case: dict) -> str:
     if "travel_ms" in case:
         line += f"  compute {case['compute_ms']:.3f}  travel {case['travel_ms']:.3f}  hidden {case['hidden']:.0%}"
     return line + f"  timeline: {case['seen_us']:.0f} us, {case['seen_hidden']:.0%} beside compute"
+
+
+RUNS = {"graph": run_graph, "eager": run_eager}
 
 
 def run_rank(comm: Comm, args: dict) -> None:
@@ -195,19 +202,18 @@ def run_rank(comm: Comm, args: dict) -> None:
         rank = lib.Rank(lib.SHAPES[name], comm.world, args["layers"], 2)
         most, hidden, top_k = max(args["tokens"]), rank.shape.hidden, rank.shape.top_k
         shape = ExchangeShape(rank.slots, most, hidden, top_k, lib.DTYPE, "reduce", graph_tokens=most)
-        for kind, tokens in product(args["exchange"], args["tokens"]):
+        for kind, tokens, how in product(args["exchange"], args["tokens"], args["launch"]):
             try:
                 exchange = open_exchange(comm, shape, kind)
                 rank.connect(exchange)
                 with torch.inference_mode():
-                    case = run_case(Step(rank, exchange, tokens), args["rounds"], args["repeat"])
+                    case = RUNS[how](Step(rank, exchange, tokens), args["rounds"], args["repeat"])
             except Exception:
                 traceback.print_exc(limit=-4)
                 break
-            report["cases"].append({"shape": name, "exchange": kind, "tokens": tokens, **case})
-            say(comm, f"{name:14s} {kind:9s} T {tokens:5d}  eager {describe(case)}")
-            if "graph" in case:
-                say(comm, f"{'':30s}  graph {describe(case['graph'])}")
+            if case is not None:
+                report["cases"].append({"shape": name, "exchange": kind, "tokens": tokens, "launch": how, **case})
+                say(comm, f"{name:14s} {kind:9s} T {tokens:5d}  {how:5s} {describe(case)}")
     if comm.rank == 0 and args["json"]:
         Path(args["json"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -224,6 +230,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=list(lib.SHAPES), choices=list(lib.SHAPES))
     parser.add_argument("--exchange", nargs="+", default=["p2p", "alltoall"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192], help="per rank")
+    parser.add_argument("--launch", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=4)
