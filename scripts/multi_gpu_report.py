@@ -75,7 +75,7 @@ def main() -> int:
         report["seconds"] = round(time.monotonic() - began, 1)
         write(args, report)
 
-    names = [name for number in args.parts for name in NUMBERS[number]]
+    names = list(dict.fromkeys(name for part in args.parts for name in NUMBERS.get(part, (part,))))
     tools = [name for name in names if name in SCRIPTS and args.device == "cuda" and args.ranks <= args.gpus]
     parts = [part for name in names if name not in SCRIPTS and (part := ready(args, name, keep)) is not None]
     where = (args.ranks, args.device)
@@ -139,7 +139,8 @@ def arguments() -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if device == "cuda" else 2)
-    parser.add_argument("--parts", nargs="+", choices=tuple(NUMBERS), default=list(NUMBERS))
+    every = [*NUMBERS, *(name for names in NUMBERS.values() for name in names)]
+    parser.add_argument("--parts", nargs="+", choices=every, default=list(NUMBERS), help="by number or name, in order")
     parser.add_argument("--limit-seconds", type=float, default=480, help="for all parts together (default 480)")
     parser.add_argument("--cold", action="store_true", help="compile kernels as they come, not beforehand")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 588, 1024, 4096], help="of part 3")

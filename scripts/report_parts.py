@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rank_group import RankGroup
 
 from epmoe.comm import Comm
@@ -113,6 +114,7 @@ def _serve_parts(comm: Comm, parts: list[Part], ends: float, answer: str) -> Non
             if comm.rank == 0:
                 print(traceback.format_exc(limit=-4), flush=True)
             raise
+        comm.all_gather_headers(np.zeros(1, np.int64))  # no rank begins the next part before all have ended this one
         if comm.rank == 0:
             print(f"   {part.name} took {time.monotonic() - began:.1f} s, {told(compiled)}", flush=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
 
 from bench_exchange import run_cases
 from exchange_bench_lib import Case
@@ -49,7 +50,7 @@ def warm_up(kinds: list[str], small: bool, parts: list[Part]) -> dict[str, tuple
     for part in parts:
         if part.name == "promises":
             found["one rank"] = (warm_alone, ())
-            found |= {f"promises, {kind}": (warm_promises, (kind,)) for kind in kinds}
+            found["promises"] = (warm_promises, (kinds,))
         if part.name == "exchanges":
             found["exchanges"] = (warm_exchanges, (kinds, small))
         if part.name == "model":
@@ -65,8 +66,8 @@ def warm_alone(comm: Comm) -> None:
         print(f"   warm, one rank: {sum(each for _, each in compiled):.1f} s of {len(compiled)} kernels", flush=True)
 
 
-def warm_promises(comm: Comm, kind: str) -> None:
-    for overlap in ("on", "off"):
+def warm_promises(comm: Comm, kinds: list[str]) -> None:
+    for kind, overlap in product(kinds, ("on", "off")):
         chosen = {"plan": random_plan(comm.world).to_json(), "exchange": kind, "overlap": overlap}
         checked(comm, chosen, texts(), {})
 

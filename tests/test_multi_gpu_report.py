@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from placement.topology import Topology
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "multi_gpu_report.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from report_parts import GRACE, Part, run_parts  # noqa: E402
 
 
 def report(folder: Path, *options: str) -> dict:
@@ -23,7 +29,7 @@ def report(folder: Path, *options: str) -> dict:
 
 
 def test_links_and_exchanges_on_cpu_ranks(tmp_path):
-    found = report(tmp_path, "--parts", "1", "3", "--together", "--tokens", "3", "--exchange", "oneshot", "padded")
+    found = report(tmp_path, "--parts", "1", "3", "--tokens", "3", "--exchange", "oneshot", "padded")
     parts = {name: part["found"] for name, part in found["parts"].items()}
     topology = Topology.from_json((tmp_path / "t.json").read_text())
     assert topology.ranks == 2 and topology.bandwidth_WW[0, 1] > 0 and topology.latency_WW[1, 0] > 0
@@ -34,13 +40,61 @@ def test_links_and_exchanges_on_cpu_ranks(tmp_path):
     assert "2 CPU ranks over gloo" in text and "| padded |" in text
 
 
-def test_a_part_that_fails_leaves_the_others(tmp_path):
-    found = report(tmp_path, "--parts", "4", "1", "--together", "--trace", "nowhere.npz")["parts"]
-    assert found["links"]["found"]["all_reduce"] == "right" and "nowhere.npz" in found["model"]["found"]["failed"]
+def test_a_part_that_cannot_be_made_leaves_the_others(tmp_path):
+    found = report(tmp_path, "--parts", "model", "links", "--trace", "nowhere.npz")["parts"]
+    assert found["links"]["found"]["all_reduce"] == "right" and "nowhere.npz" in found["model"]["failed"]
+
+
+def test_parts_that_fail_hang_or_die_leave_the_others():
+    kept, began = {}, time.monotonic()
+    parts = [
+        Part("good", 1, good),
+        Part("raises", 1, raises),
+        Part("stuck", 1, stuck),
+        Part("dies", 1, dies),
+        Part("last", 8, good),
+    ]
+    run_parts((2, "cpu"), parts, began + 60, kept.update)
+    assert kept["good"]["found"] == kept["last"]["found"] == {"ranks": 2} and "failed" not in kept["last"]
+    assert kept["raises"]["found"] == {"so far": 1} and "no such thing" in kept["raises"]["failed"]
+    assert kept["stuck"]["found"] == {"so far": 2} and "within its time" in kept["stuck"]["failed"]
+    assert kept["dies"]["failed"]
+    assert time.monotonic() - began < 60 + GRACE
+
+
+def test_parts_without_time_say_so():
+    kept = {}
+    run_parts((2, "cpu"), [Part("late", 1, good)], time.monotonic(), kept.update)
+    assert kept["late"]["failed"] == "no time was left" and kept["late"]["found"] is None
+
+
+def good(comm, save, seconds):
+    assert seconds > 1
+    return {"ranks": len(comm.all_gather_headers(np.zeros(1, np.int64)))}
+
+
+def raises(comm, save, seconds):
+    save({"so far": 1})
+    if comm.rank == 1:
+        raise ValueError("no such thing")
+    time.sleep(60)
+
+
+def stuck(comm, save, seconds):
+    save({"so far": 2})
+    time.sleep(0 if comm.rank else 60)
+
+
+def dies(comm, save, seconds):
+    if comm.rank == 1:
+        os._exit(3)
+    time.sleep(60)
 
 
 @pytest.mark.soak
 def test_all_parts_on_cpu_ranks(tmp_path):
-    parts = report(tmp_path, "--seconds", "400", "--solve-seconds", "2", "--tokens", "1", "16")["parts"]
+    parts = report(tmp_path, "--limit-seconds", "400", "--solve-seconds", "2", "--tokens", "1", "16")["parts"]
+    assert list(parts) == ["links", "promises", "exchanges", "model"]
+    assert not any("failed" in part for part in parts.values())
     assert all(each["holds"] is not False for each in parts["promises"]["found"])
     assert parts["model"]["found"]["rows"] and not any("failed" in row for row in parts["model"]["found"]["rows"])
