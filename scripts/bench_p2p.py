@@ -3,6 +3,7 @@
     python scripts/bench_p2p.py                  # 8 virtual ranks in one process, one launch a stage
     python scripts/bench_p2p.py --gpus 2         # put, signal and wait between GPUs, beside a peer copy; then whole
                                                  # dispatches and combines by put and by copy
+    python scripts/bench_p2p.py --gpus 2 --calibrate FILE      # their costs, for --exchange-costs
 
 Virtual ranks share one GPU's memory, so their figures say what the kernels can do, not what a link does.  The floor is
 the distinct bytes read and written over the copy rate measured in the same run; a row is read once and written once
@@ -12,6 +13,7 @@ for each rank that it goes to.  Times are per call inside a replayed graph.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from epmoe.comm import Comm, open_buffers, open_comm
+from epmoe.moe.by_size import wire_bytes as exchange_bytes
 from epmoe.moe.exchange import ExchangeShape
 from epmoe.moe.p2p import P2P
 from epmoe.ops.moe_index import build_index
@@ -154,13 +157,25 @@ def bench_rank(rank: int, args, rendezvous: str) -> None:
                 )
     failure = read_failure(int(host[RECORD]))
     assert failure is None, failure
-    for T in args.transports:
-        bench_transports(comm, args, T)
+    measured = [bench_transports(comm, args, T) for T in args.transports]
+    if args.calibrate and rank == 0:
+        write_costs(Path(args.calibrate), measured)
     os._exit(0)
 
 
-def bench_transports(comm: Comm, args, T: int) -> None:
-    """A dispatch and a combine of T tokens a rank, evenly routed, with no experts between them, launched eagerly."""
+def write_costs(path: Path, measured: list[dict[str, tuple[float, float]]]) -> None:
+    """Latency and bandwidth of both transports among the costs in ``path``, which may hold other exchanges'."""
+    costs = json.loads(path.read_text(encoding="utf-8"))["costs"] if path.exists() else {}
+    for name in ("put", "copy"):
+        wire, us = np.array([times[name] for times in measured]).T
+        slope, latency = np.polyfit(wire, us, 1, w=1 / us)  # every size counts alike
+        costs[name] = {"latency_us": max(float(latency), 0.0), "gb_per_s": 1e-3 / max(float(slope), 1e-9)}
+    path.write_text(json.dumps({"costs": costs}, indent=1) + "\n", encoding="utf-8")
+
+
+def bench_transports(comm: Comm, args, T: int) -> dict[str, tuple[float, float]]:
+    """A dispatch and a combine of T tokens a rank, evenly routed, with no experts between them, launched eagerly; the
+    bytes on the wire and the microseconds of each transport, the slowest rank's."""
     shape = ExchangeShape(SLOTS, T, args.hidden, args.top_k, torch.bfloat16, args.combine)
     exchange, rounds = P2P(comm, shape), 6
     slots = comm.world * SLOTS
@@ -170,6 +185,7 @@ def bench_transports(comm: Comm, args, T: int) -> None:
     remote = (slot // SLOTS != comm.rank).float()
     rows = remote.sum() if args.combine == "exact" else T * (1 - 0.5**args.top_k)
     moved = (T * (1 - 0.5**args.top_k) + float(rows)) * exchange.layout.row_bytes
+    measured = {}
     for name, copy_from in (("put", T + 1), ("copy", 0)):
         exchange.copy_from = copy_from
         exchange.begin_step(T)
@@ -193,6 +209,9 @@ def bench_transports(comm: Comm, args, T: int) -> None:
             speed = moved / (dispatch + combine) / 1e3
             line = f"dispatch {dispatch:7.1f}, combine {combine:7.1f} us, {speed:4.0f} GB/s to peers"
             print(f"{T:5} tokens, {name:4}: {line}", flush=True)
+        slowest = comm.all_gather_headers(np.array([1e3 * (dispatch + combine)], np.int64)).max() / 1e3
+        measured[name] = (exchange_bytes("p2p", shape, comm.world, T), float(slowest))
+    return measured
 
 
 def _real_calls(args, layout: Layout, memory, ranks: Ranks, host, x) -> list[tuple[str, Callable]]:
@@ -241,6 +260,7 @@ def main() -> None:
     parser.add_argument("--modes", choices=("exact", "reduce"), nargs="+", default=["exact", "reduce"], help="virtual")
     parser.add_argument("--transports", type=int, nargs="*", default=[256, 1024, 2048, 4096, 8192], help="real tokens")
     parser.add_argument("--combine", choices=("exact", "reduce"), default="exact", help="of whole rounds")
+    parser.add_argument("--calibrate", metavar="FILE", help="add the costs of put and copy to those that FILE may hold")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--programs", type=int, default=16, help="of each rank, all ranks together")

@@ -7,8 +7,9 @@ import torch
 from p2p_cases import Case, lockstep_ranks
 
 from epmoe.comm import Comm, PeerMemory
+from epmoe.moe.by_size import Cost, wire_bytes
 from epmoe.moe.exchange import LANES, ExchangeShape
-from epmoe.moe.p2p import PeerFailed, buffer_size, lane_layout, p2p_unavailable
+from epmoe.moe.p2p import PeerFailed, buffer_size, first_copied, lane_layout, p2p_unavailable
 from epmoe.ops.p2p_signal import ABORT, ABORTED, GONE, RECORD, Failure, read_failure
 
 SHAPE = ExchangeShape(4, 128, 256, 4, torch.bfloat16, "exact")
@@ -69,3 +70,15 @@ def test_of_several_that_ended_the_one_waited_for_is_named(monkeypatch, gone, pe
     exchange.host[RECORD] = (1 << 63 | 4 << 32 | 3 << 16 | 1 << 14 | ABORTED << 12 | 1) - (1 << 64)
     with pytest.raises(PeerFailed, match=f"step 4, layer 2, combine: rank {peer} is gone"):
         exchange.raise_if_failed()
+
+
+def test_costs_decide_from_which_size_rows_are_copied():
+    shape = replace(SHAPE, max_tokens=10_000)
+    assert first_copied(4, shape, {}) == first_copied(4, shape, {"p2p": Cost(30, 260)}) == 4096
+    costs = {"put": Cost(30, 200), "copy": Cost(100, 400)}
+    first = first_copied(4, shape, costs)
+    for tokens, copied in ((first - 1, False), (first, True), (10_000, True)):
+        wire = wire_bytes("p2p", shape, 4, tokens)
+        assert (costs["copy"].us(wire) <= costs["put"].us(wire)) == copied
+    assert first_copied(4, shape, {"put": Cost(30, 300), "copy": Cost(100, 300)}) == 10_001
+    assert first_copied(4, shape, {"put": Cost(30, 300), "copy": Cost(20, 400)}) == 1

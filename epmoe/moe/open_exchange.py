@@ -24,7 +24,7 @@ def open_exchange(
     """The exchange that ``choice`` names; one rank needs none.  All ranks call it together.
 
     Args:
-        costs: measured ones, for ``auto``; defaults without.
+        costs: measured ones, for ``auto`` and between the transports of p2p; defaults without.
     """
     if comm.world == 1:
         return LocalExchange(comm, shape)
@@ -32,19 +32,19 @@ def open_exchange(
         return _by_size(comm, shape, costs or {})
     if choice == "p2p":
         try:
-            return _p2p(comm, shape)
+            return _p2p(comm, shape, costs or {})
         except NoPeerMemory as error:
             raise UserError(f"exchange is 'p2p', which this run cannot use: {error}; use auto") from None
     return KINDS[choice](comm, shape)
 
 
-def _p2p(comm: Comm, shape: ExchangeShape) -> Exchange:
+def _p2p(comm: Comm, shape: ExchangeShape, costs: Mapping[str, Cost]) -> Exchange:
     """Raises `NoPeerMemory`, on all ranks alike, where ranks cannot reach each other's memory."""
     from epmoe.moe.p2p import P2P, p2p_unavailable  # kernels that CPU ranks need not load
 
     if why := p2p_unavailable(comm, shape):
         raise NoPeerMemory(why)
-    return P2P(comm, shape)
+    return P2P(comm, shape, costs=costs)
 
 
 def _by_size(comm: Comm, shape: ExchangeShape, costs: Mapping[str, Cost]) -> BySize:
@@ -55,7 +55,7 @@ def _by_size(comm: Comm, shape: ExchangeShape, costs: Mapping[str, Cost]) -> ByS
     notes = []
     if comm.device.type == "cuda":
         try:
-            options.insert(0, _p2p(comm, shape))
+            options.insert(0, _p2p(comm, shape, costs))
         except NoPeerMemory as error:
             notes.append(str(error))
             if comm.on_nccl:

@@ -18,19 +18,22 @@ A peer that is late beyond ``limit_s``, or gone, ends the wait; the record says 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from epmoe.comm import Comm, PeerMemory, open_buffers
+from epmoe.moe.by_size import Cost, wire_bytes
 from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
 from epmoe.moe.p2p_transports import Copy, Device, Put, open_lanes
 from epmoe.moe.peer_order import matched_order
 from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
 from epmoe.ops.p2p_ranks import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
-from epmoe.ops.wire import wire_bytes
+from epmoe.ops.wire import wire_bytes as bytes_on_wire
 
 LIMIT_S = 300.0  # a peer may be compiling; one whose process ends is noticed at once
 # Tokens. By itself put is faster at every size measured, but its shapes must do for all tokens at one rank.
@@ -62,6 +65,7 @@ class P2P:
         memory: buffers already opened for all lanes, `buffer_size` bytes; without, they are opened here, by all ranks
             together (`comm.NoPeerMemory` where that cannot be).
         limit_s: how long a peer may be late.
+        costs: measured ones of the transports, ``put`` and ``copy``, which then decide between them by size.
     """
 
     name = "p2p"
@@ -74,6 +78,7 @@ class P2P:
         shape: ExchangeShape,
         memory: PeerMemory | None = None,
         limit_s: float = LIMIT_S,
+        costs: Mapping[str, Cost] | None = None,
     ) -> None:
         self.comm, self.shape = comm, shape
         self.layout = layout = lane_layout(comm.world, shape)
@@ -89,7 +94,7 @@ class P2P:
         self._step_L = words[:, layout.at("state") // 8 + STEP]
         self._gone: list[int] = []
         self.buffer_bytes = LANES * layout.total
-        self.copy_from = COPY_FROM
+        self.copy_from = first_copied(comm.world, shape, costs or {})
         self.bound = max(shape.max_tokens, 1)
         self.transport: Put | Copy = self.put
 
@@ -174,9 +179,25 @@ class P2P:
             self.host[ABORT] = 1
 
 
+def first_copied(world: int, shape: ExchangeShape, costs: Mapping[str, Cost]) -> int:
+    """Tokens of the smallest step that is copied: from there on ``costs`` say that the copy engines are no slower (a
+    size beyond all steps if they never are), or `COPY_FROM` without."""
+    if not {"put", "copy"} <= costs.keys():
+        return COPY_FROM
+
+    def copied(tokens: int) -> bool:
+        wire = wire_bytes("p2p", shape, world, tokens)
+        return costs["copy"].us(wire) <= costs["put"].us(wire)
+
+    most = max(shape.max_tokens, 1)
+    if not copied(most):
+        return most + 1
+    return bisect_left(range(most), True, lo=1, key=copied)  # a line crosses another once
+
+
 def lane_layout(world: int, shape: ExchangeShape) -> Layout:
     tokens = max(shape.max_tokens, 1)
-    sent = wire_bytes(shape.hidden) if shape.wire == "fp8" else 0
+    sent = bytes_on_wire(shape.hidden) if shape.wire == "fp8" else 0
     return Layout(world, tokens, shape.top_k, shape.hidden, shape.dtype, shape.combine == "reduce", sent)
 
 
