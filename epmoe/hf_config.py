@@ -7,7 +7,9 @@ that change nothing are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,39 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(item) is kind for item in value)
+
+
+def _is_ids(value: object) -> bool:
+    return type(value) is int or _is_list_of(int, value)
+
+
+# Settings that are read beside the sizes: key -> (what its value must be, in words).  ``null`` counts as absent.
+FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "clip_qkv"), (_is_number, "a finite number above 0")),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob", "use_sliding_window"), (_is_flag, "true or false")),
+    **dict.fromkeys(("attention_bias", "qkv_bias"), (_is_flag, "true or false")),
+    "decoder_sparse_step": (_is_count, "a whole number of at least 1"),
+    "sliding_window": (lambda value: type(value) is int, "a whole number of tokens"),
+    "mlp_only_layers": (partial(_is_list_of, int), "a list of layers"),
+    "layer_types": (partial(_is_list_of, str), "a list, an attention's name for each layer"),
+    "eos_token_id": (_is_ids, "a token id, or a list of them"),
+}
+
+
 # quantization_config: key -> the values that are implemented.
 QUANTIZATION: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -69,11 +104,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def normalise(raw: Mapping[str, Any], source: str = "config.json") -> dict[str, Any]:
     """Settings of a parsed config.json, checked against ``REFUSED``; ``source`` names the file in errors."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
             f"{source}: model_type is {kind!r}, implemented are {sorted(FAMILIES)}; serve a checkpoint of one of these"
         )
     settings = _settings(raw, FAMILIES[kind], source)
+    _check_forms(settings, source)
     _refuse(settings, FAMILIES[kind], source)
     _refuse_quantization(settings.get("quantization_config"), source)
     return settings
@@ -84,19 +120,33 @@ def _settings(raw: Mapping[str, Any], family: Family, source: str) -> dict[str, 
     found: dict[str, Any] = {}
     for key, value in raw.items():
         key = ALIASES.get(key, key)
-        if value is not None and found.setdefault(key, value) != value:
+        given = value if value is None else found.setdefault(key, value)
+        if given is not value and given != value:
             raise UserError(f"{source}: {key} is given twice, as {found[key]!r} and {value!r}; keep one")
-    rope = found.pop("rope_parameters", None) or found.pop("rope_scaling", None) or {}
+    rotary = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rotary |= _rotary(key, found.pop(key, None) or {}, source)
+    return {**family.defaults, **found, **rotary}
+
+
+def _rotary(key: str, rope: object, source: str) -> dict[str, Any]:
+    """What the rotary block ``key`` states, if its rule is the implemented one."""
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"{source}: rope_parameters is {rope!r}; one rotary rule for all layers is implemented")
+        raise UserError(f"{source}: {key} is {rope!r}; one rotary rule for all layers is implemented")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UserError(
             f"{source}: rope type is {kind!r}, only 'default' is implemented; remove it to serve contexts"
             " up to the original length"
         )
-    rotary = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
-    return {**family.defaults, **found, **rotary}
+    return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+
+
+def _check_forms(settings: Mapping[str, Any], source: str) -> None:
+    """Raise for the first setting whose value is of no use: a flag in words would count as set."""
+    for key, (fits, form) in FORMS.items():
+        if settings.get(key) is not None and not fits(settings[key]):
+            raise UserError(f"{source}: {key} is {settings[key]!r}; it must be {form}")
 
 
 def _refuse(settings: Mapping[str, Any], family: Family, source: str) -> None:

@@ -16,6 +16,7 @@ from placement.errors import UserError
 from placement.plan import MoEShape
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST = 1 << 16  # layers, and experts of a layer; ids of experts are stored in 16 bits
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,9 @@ def _check_sizes(settings: Mapping[str, Any], family: Family) -> None:
     for key in (*counts, *filter(None, experts), *given):
         if type(settings[key]) is not int or settings[key] < 1:
             raise UserError(f"{key} is {settings[key]!r}; it must be a whole number of at least 1")
-    for key in ("rms_norm_eps", "rope_theta"):
-        if type(settings[key]) not in (int, float) or settings[key] <= 0:
-            raise UserError(f"{key} is {settings[key]!r}; it must be a number above 0")
+    for key in ("num_hidden_layers", "num_experts"):
+        if settings[key] > MOST:
+            raise UserError(f"{key} is {settings[key]}; it must be at most {MOST}")
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
@@ -147,8 +148,13 @@ def _check_values(values: Mapping[str, Any]) -> None:
         )
     if not values["moe_layers"]:
         raise UserError("no layer is a MoE layer, so nothing can be spread over ranks; serve a MoE checkpoint")
-    if values["rotary_dim"] % 2:
-        raise UserError(f"head_dim {values['head_dim']} rotates {values['rotary_dim']} elements; it must be even")
+    dense = values.get("intermediate_size")
+    if dense is not None and (type(dense) is not int or dense < 1):
+        raise UserError(f"intermediate_size is {dense!r}; it must be a whole number of at least 1")
+    if values["rotary_dim"] % 2 or not values["rotary_dim"]:
+        raise UserError(
+            f"head_dim {values['head_dim']} rotates {values['rotary_dim']} elements; it must be even and above 0"
+        )
     if values["dtype"] not in DTYPES:
         raise UserError(f"dtype is {values['dtype']!r}, implemented are {DTYPES}; convert the checkpoint")
 

@@ -162,6 +162,45 @@ def test_the_hash_follows_the_maths_only():
     assert len(hashes | {base.config_sha256}) == len(changed) + 1
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model_type", ["qwen3_moe"]),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}),
+        ("clip_qkv", -1.0),
+        ("tie_word_embeddings", "false"),
+        ("norm_topk_prob", "false"),
+        ("attention_bias", "no"),
+        ("decoder_sparse_step", 0),
+        ("decoder_sparse_step", "2"),
+        ("mlp_only_layers", 1),
+        ("mlp_only_layers", ["1"]),
+        ("layer_types", 5),
+        ("sliding_window", "4096"),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [[1]]),
+        ("num_hidden_layers", 1 << 30),
+        ("num_local_experts", 1 << 30),
+    ],
+)
+def test_values_of_no_use_are_refused_by_name(key, value):
+    named = {"rope_parameters": "rope_theta", "num_local_experts": "num_experts"}.get(key, key)
+    shown = value["rope_theta"] if isinstance(value, dict) else value
+    text = message_of(read, {**QWEN3, "max_position_embeddings": 8192}, **{key: value})
+    assert f"{named} is {shown!r}" in text and ";" in text, text
+
+
+def test_a_dense_layer_needs_a_size():
+    assert "intermediate_size is -96" in message_of(read, QWEN3, mlp_only_layers=[0], intermediate_size=-96)
+
+
+def test_an_older_rotary_block_counts_beside_a_newer_one():
+    text = message_of(read, QWEN3, rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "yarn", "factor": 4.0})
+    assert "rope type is 'yarn'" in text
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "num_local_experts", "vocab_size", "moe_intermediate_size"])
 def test_a_missing_size_is_named(key):
     text = message_of(read, QWEN3, **{key: ...})
