@@ -17,8 +17,9 @@ import numpy as np
 from placement.errors import UserError
 from placement.homes import COPY_SLACK, HOME_SLACK, Affinity, assign_homes, fit_affinity, remote_rows_RW
 from placement.joint import Budget, add_copies, improve, layer_limits, start_layout
-from placement.layout import Layout, Sample, draw_sample, even_price, home_weights, plan_of, weights_of
+from placement.layout import Layout, Sample, draw_sample, even_price, home_weights, load_noise, plan_of, weights_of
 from placement.solution import Objective, Problem, Solution, finish
+from placement.team import one_hot
 from placement.unseen import even_for_plan
 
 HOT, COLD = 0.25, 0.1  # of a round; below COLD exchanges only undo each other
@@ -126,7 +127,12 @@ def _layer_rows(problem: Problem, sample: Sample, layout: Layout) -> list[float]
         reached_TW[token_T1, rank_S[serve_HE[sample.home_T[:, None], sample.ids_TLK[:, layer]]]] = True
         load_W = np.bincount(rank_S, limit.load_DS[0], problem.ranks)
         unfair_W = load_W - load_W.sum() * problem.topology.share_W
-        uneven = even_price(problem, sample, limit) * float((unfair_W**2).sum())
+        uneven = float((unfair_W**2).sum())
+        if even := even_price(problem, sample, limit):
+            item_TK = serve_HE[sample.home_T[:, None], sample.ids_TLK[:, layer]]
+            noise_SW = load_noise(sample, item_TK, limit) @ one_hot(rank_S, problem.ranks)
+            uneven += float(noise_SW[np.arange(len(rank_S)), rank_S].sum())
+        uneven *= even
         rows.append(float(weight_TW[reached_TW].sum(dtype=np.float64)) + uneven)
     return rows
 

@@ -11,7 +11,6 @@ temperature falls with the clock instead, and the plan may differ from run to ru
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from placement.replicate import LayerTokens, improve_copies
 from placement.solution import Problem, Solution, finish
 from placement.states import layer_caps
 from placement.team import ChainData, Team, one_hot
+from placement.threads import usable_cores
 from placement.transport import is_linear, polish
 
 HOT, COLD = 0.35, 0.12  # below it exchanges only undo each other
@@ -157,7 +157,7 @@ def add_copies(problem: Problem, sample: Sample, layout: Layout) -> Layout:
         tokens = LayerTokens(sample.ids_TLK[:, layer], sample.home_T, home_weight_HW, load_HE, cap_W, problem.slots_W)
         rank_HE = layout.rank[layer][layout.serve[layer]]
         tasks.append((tokens, layout.expert[layer], layout.rank[layer], rank_HE, tries))
-    workers = min(problem.threads or os.cpu_count() or 1, len(tasks))
+    workers = min(problem.threads or usable_cores(), len(tasks))
     if workers == 1:
         found = [improve_copies(*task) for task in tasks]
     else:
@@ -182,7 +182,7 @@ def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pa
     rank_LS = [np.asarray(rank_S, np.intp) for rank_S in start]
     unit, alike = unit_temperature(chain, rank_LS), ranks_alike(problem, chain)
     begun, history = time.perf_counter(), []
-    with Team(chain, problem.threads or os.cpu_count() or 1) as team:
+    with Team(chain, problem.threads or usable_cores()) as team:
         for round in range(pace.rounds):
             clock = (time.perf_counter() - begun) / max(pace.deadline - begun, 1e-9)
             done = max(round / pace.rounds, clock)

@@ -57,11 +57,13 @@ class Sample:
         ids_TLK: intp experts; T may be 0 where only a profile is known.
         home_T: int64 home rank of each.
         load_LHE: float64 ``[L, W, E]``, (token, choice) pairs by layer, home and expert, over all training tokens.
+        request_T: int64, the sequence each is of.
     """
 
     ids_TLK: np.ndarray
     home_T: np.ndarray
     load_LHE: np.ndarray
+    request_T: np.ndarray
 
 
 def draw_sample(problem: Problem) -> Sample:
@@ -74,7 +76,7 @@ def draw_sample(problem: Problem) -> Sample:
     L, E, K = shape.num_layers, shape.num_experts, shape.top_k
     if problem.train is None or problem.train.num_tokens == 0:
         load_LHE = np.repeat(problem.profile.load_LE[:, None] / W, W, axis=1)
-        return Sample(np.zeros((0, L, K), np.intp), np.zeros(0, np.int64), load_LHE)
+        return Sample(np.zeros((0, L, K), np.intp), np.zeros(0, np.int64), load_LHE, np.zeros(0, np.int64))
     trace = problem.train
     rng = np.random.default_rng(problem.seed)
     if problem.homes is None:
@@ -87,7 +89,8 @@ def draw_sample(problem: Problem) -> Sample:
     which = np.arange(trace.num_tokens)
     if len(which) > limit:
         which = np.sort(rng.choice(len(which), limit, replace=False))
-    return Sample(trace.expert_ids_TLK[which].astype(np.intp), home_T[which], load_LHE)
+    request_T = np.repeat(np.arange(len(trace.seq_lens)), trace.seq_lens)
+    return Sample(trace.expert_ids_TLK[which].astype(np.intp), home_T[which], load_LHE, request_T[which])
 
 
 def _load_HE(ids_TK: np.ndarray, home_T: np.ndarray, ranks: int, experts: int) -> np.ndarray:
@@ -160,10 +163,12 @@ def chain_data(problem: Problem, sample: Sample, layout: Layout, limits: list[La
         weight_WT = np.ascontiguousarray(home_weights(problem).T[:, sample.home_T])
     items = [serve[sample.home_T[:, None], sample.ids_TLK[:, layer]] for layer, serve in enumerate(layout.serve)]
     scale = weights.fan if weight_WT is None else 1.0
-    layers = [
-        LayerData(item_TK, expert_S, limit.load_DS, limit.cap_DW, weight_WT, scale, even_price(problem, sample, limit))
-        for item_TK, expert_S, limit in zip(items, layout.expert, limits)
-    ]
+    layers = []
+    for item_TK, expert_S, limit in zip(items, layout.expert, limits):
+        even = even_price(problem, sample, limit)
+        noise_SS = load_noise(sample, item_TK, limit) if even else None
+        loads = limit.load_DS, limit.cap_DW
+        layers.append(LayerData(item_TK, expert_S, *loads, weight_WT, scale, even, noise_SS))
     cross = _cross(problem, sample, items, layout)
     return ChainData(layers, cross, _base(problem, sample, items, layout), problem.seed)
 
@@ -175,6 +180,22 @@ def even_price(problem: Problem, sample: Sample, limit: LayerLimits) -> float:
         return 0.0
     counted = len(sample.home_T) * problem.shape.top_k / total
     return problem.even * counted * problem.ranks / total
+
+
+def load_noise(sample: Sample, item_TK: np.ndarray, limit: LayerLimits) -> np.ndarray:
+    """float32 ``[S, S]``: covariance of what the items' loads on unseen tokens differ by from their training loads.
+
+    Both have the noise of drawing requests, which is estimated from how the requests of one home differ; how many
+    tokens a home has is no noise, for requests are given homes evenly.
+    """
+    S, pairs = limit.load_DS.shape[1], max(1, item_TK.size)
+    request_T, first, row_T, tokens_R = np.unique(sample.request_T, True, True, True)
+    load_RS = np.bincount((row_T[:, None] * S + item_TK).ravel(), minlength=len(request_T) * S).reshape(-1, S)
+    load_RS = load_RS * (float(limit.load_DS[0].sum()) / pairs)  # the sample's tokens stand for all
+    for home in np.unique(sample.home_T):
+        mine = sample.home_T[first] == home
+        load_RS[mine] -= np.outer(tokens_R[mine] / tokens_R[mine].sum(), load_RS[mine].sum(0))
+    return (2 * load_RS.T @ load_RS).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

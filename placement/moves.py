@@ -41,6 +41,8 @@ class LayerData:
         weight_WT: float32, cost of token t reaching rank g; ``None`` is 1.
         scale: multiplies the row cost (with ``weight_WT`` None).
         even: cost of a rank's squared distance from its fair load (shared as ``cap_DW`` is), in the first domain.
+        noise_SS: float32, covariance of the items' loads on unseen tokens around the first domain's, so that ``even``
+            is the cost of the squared distance to be expected; ``None`` is 0.
     """
 
     item_TK: np.ndarray
@@ -50,6 +52,7 @@ class LayerData:
     weight_WT: np.ndarray | None = None
     scale: float = 1.0
     even: float = 0.0
+    noise_SS: np.ndarray | None = None
 
     @property
     def ranks(self) -> int:
@@ -96,6 +99,10 @@ class LayerSearch:
         self.load_DW = np.stack([np.bincount(self.rank_S, load_S, W) for load_S in data.load_DS])
         self.held_WE = np.zeros((W, int(data.expert_S.max()) + 1), bool)
         self.held_WE[self.rank_S, data.expert_S] = True
+        self.noise_SS = None  # in costs; noise_SW: of an item with all on a rank
+        if data.even and data.noise_SS is not None:
+            self.noise_SS = data.noise_SS * np.float32(2 * data.even)
+            self.noise_SW = self.noise_SS @ (self.rank_S[:, None] == np.arange(W)).astype(np.float32)
 
     def row_cost(self) -> float:
         """The first sum of the module's docstring."""
@@ -115,6 +122,10 @@ class LayerSearch:
         change_D = self.data.load_DS[:, b] - self.data.load_DS[:, a]
         self.load_DW[:, g] += change_D
         self.load_DW[:, h] -= change_D
+        if self.noise_SS is not None:
+            change_S = self.noise_SS[b] - self.noise_SS[a]
+            self.noise_SW[:, g] += change_S
+            self.noise_SW[:, h] -= change_S
         if self.replicated:
             expert_S = self.data.expert_S
             self.held_WE[[g, h], expert_S[[a, b]]] = False
@@ -130,6 +141,8 @@ class LayerSearch:
         self.rank_S = rank_S.astype(np.intp).copy()
         self.code_WT, self.held_WE = self.code_WT[from_W], self.held_WE[from_W]
         self.load_DW = self.load_DW[:, from_W]
+        if self.noise_SS is not None:
+            self.noise_SW = self.noise_SW[:, from_W]
         self.table[self.S : -1] = self.table[self.S : -1][from_W]
         return True
 
@@ -140,16 +153,23 @@ class LayerSearch:
         at = np.arange(S)
         cost_SW = absent_WS.T * scale + linear_SW
         own_S = alone_SS[at, at] * scale + linear_SW[at, rank_S]
+        if self.noise_SS is not None:
+            cost_SW += self.noise_SW
+            own_S += self.noise_SW[at, rank_S] - self.noise_SS[at, at]
         there = cost_SW[rows].take(rank_S, 1)
         there -= own_S[rows][:, None]
         if isinstance(rows, slice):
             there += alone_SS * scale
+            if self.noise_SS is not None:
+                there -= self.noise_SS
             delta = there + there.T
         else:
             back = cost_SW.take(rank_S[rows], 1)
             back -= own_S[:, None]
             delta = there + back.T
             delta += (alone_SS[rows] + alone_SS[:, rows].T) * scale
+            if self.noise_SS is not None:
+                delta -= 2 * self.noise_SS[rows]
         self._press(delta, rows)
         if self.data.even:
             self._even(delta, rows)

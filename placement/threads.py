@@ -1,4 +1,4 @@
-"""Keeps BLAS from starting threads of its own.
+"""How many cores there are for this process; keeps BLAS from starting threads of its own.
 
 The solvers multiply many small matrices and bring their own parallelism. OpenBLAS would start a thread per core for
 each product, which then wait for each other by spinning: on a busy machine a bound took ten times the processor time.
@@ -7,11 +7,19 @@ each product, which then wait for each other by spinning: on a busy machine a bo
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from pathlib import Path
 
 _MAPS = Path("/proc/self/maps")
 _NAMES = tuple(f"{lead}openblas_set_num_threads{tail}" for lead in ("scipy_", "") for tail in ("64_", "_64", ""))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: fewer than the machine's under ``taskset`` or in a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def one_blas_thread() -> int:

@@ -1,8 +1,7 @@
 """What a load cap for unseen tokens asks of a plan's training tokens: a lower cap, or a price of uneven load.
 
-Everything here is estimated from training tokens alone.  Where homes are placed together with experts the price is set
-twice: first from quick plans of single copies, then after every round from the plan at hand, its copies serving the
-homes that requests would be given.
+Everything here is estimated from training tokens alone.  Where homes are placed together with experts the price follows
+the plan: after every round unseen requests are drawn, given homes as they would be, and served by the plan's copies.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from placement.robust import DRAWS, crossed_rise, drift_variance, shrunk_cap, ta
 from placement.solution import Problem
 from placement.trace import Trace
 
-EVEN_PRICES = (20.0, 10.0, 5.0, 2.5)  # a spread of 2% costs 0.008 to 0.001 rows per (token, choice)
+FIRST_PRICE = 10.0  # a spread of 2% costs 0.004 rows per (token, choice)
 PRICE_RANGE = (1.0, 100.0)
+CROSSINGS = 2  # plans of each half: one alone is half noise
 PRICE_STEP = 60.0  # the price's logarithm moves by this much per unit of tail; five times the price lowers it by 0.015
 
 
@@ -35,33 +35,23 @@ def cap_for_unseen(problem: Problem) -> float:
 
 
 def even_for_unseen(problem: Problem) -> Problem:
-    """The problem with the lowest price of uneven load under which unseen tokens should keep ``problem.cap``.
+    """The problem with a price of uneven load to begin with, and the drift of its recordings.
 
-    The tail of unseen tokens comes from quick plans at four prices (and is interpolated between them): the training
-    tail, what resampling adds, and the drift between the halves of the recordings where requests are pieces of them.
-    No held-out token is looked at. At equal tails a price leaves fewer rows than a lower cap: loads that are spread
-    cost unseen tokens less than several GPUs that are exactly at a cap.
+    At equal tails a price leaves fewer rows than a lower cap: loads that are spread cost unseen tokens less than
+    several GPUs that are exactly at a cap. The drift is what rises of the tail from half to half of the recordings have
+    beyond resampling, on quick plans of single copies; where requests are whole sequences resampling sees it.
     """
-    quick = replace(problem, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
+    priced = replace(problem, even=FIRST_PRICE, drift=0.0)
+    if problem.recordings is None:
+        return priced
+    quick = replace(priced, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
     single_W = single_slots_W(problem)
     if single_W.min() > 0:
-        quick = replace(quick, slots_W=single_W)  # copies come once homes are known
-    speed_W, train = problem.topology.speed_W, problem.train
-    drift, found = None, None
-    for even in EVEN_PRICES:
-        plan = solve_joint(replace(quick, even=even)).plan
-        rise = tail_rise(plan, train, speed_W, problem.seed)
-        if drift is None:
-            drift = _drift(replace(quick, even=even), rise)
-        tail = float(cost.compute_tail_L(cost.evaluate(plan, train).load_LW, speed_W).mean())
-        tail += float(np.hypot(rise, np.sqrt(drift)))
-        if tail > problem.cap:
-            if found is not None:  # between two prices: linear in the logarithm
-                share = (problem.cap - found[1]) / (tail - found[1])
-                found = found[0] * (even / found[0]) ** share, problem.cap
-            break
-        found = even, tail
-    return replace(problem, even=EVEN_PRICES[0] if found is None else found[0], drift=drift)
+        quick = replace(quick, slots_W=single_W)
+    drawn = tail_rise(solve_joint(quick).plan, problem.train, problem.topology.speed_W, problem.seed)
+    quicks = [replace(quick, seed=problem.seed + 1_000_003 * i) for i in range(CROSSINGS)]
+    crossed = np.mean([crossed_rise(each, lambda half: solve_joint(half).plan) for each in quicks])
+    return replace(priced, drift=drift_variance(float(crossed), drawn))
 
 
 def even_for_plan(problem: Problem, plan: Plan, score_RW: np.ndarray, slack: float) -> Problem:
@@ -113,9 +103,3 @@ def request_loads(plan: Plan, trace: Trace, homes: np.ndarray) -> np.ndarray:
         rank_TK = plan.serve_rank_WLE[homes[request_T1], layer, ids_TK]
         load_RLW[:, layer] = np.bincount((request_T1 * W + rank_TK).ravel(), minlength=R * W).reshape(R, W)
     return load_RLW
-
-
-def _drift(quick: Problem, drawn: float) -> float:
-    if quick.recordings is None:
-        return 0.0
-    return drift_variance(crossed_rise(quick, lambda half: solve_joint(half).plan), drawn)

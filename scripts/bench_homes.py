@@ -72,7 +72,7 @@ def main() -> None:
         default=1.085,
         metavar="X",
         help="tail that unseen tokens should keep: training sequences alone say what price of uneven load that needs"
-        " (1.085)",
+        " (default 1.085: errors of 0.01 remain)",
     )
     parser.add_argument("--cap", type=float, nargs="+", help="load caps on training tokens themselves (a frontier)")
     parser.add_argument("--seconds", type=float, default=60.0, help="solver's budget per line (default 60)")
@@ -122,7 +122,7 @@ def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Name
             "split": split,
             "seed": seed,
             "train_cap": problem.cap,
-            "even": problem.even,
+            "drift": problem.drift,
         }
         row |= {"homes_from": source, "seconds": solution.seconds, "processor": time.process_time() - processor}
         row["saved_percent"] = 100 * (1 - costs.dispatch_rows / base.dispatch_rows)
@@ -141,7 +141,7 @@ def split_file(trace: Trace, split: int) -> tuple[Trace, Trace]:
 
 def describe(row: dict) -> str:
     return (
-        f"{row['case']:>20} split {row['split']} seed {row['seed']} cap {row['train_cap']:.3f} price {row['even']:.2f}"
+        f"{row['case']:>20} split {row['split']} seed {row['seed']} cap {row['train_cap']:.3f}"
         f" homes from {row['homes_from']:>6}: {row['saved_percent']:5.2f} % fewer dispatch rows,"
         f" tail {row['compute_tail']:.4f} (best split {row['compute_tail_lp']:.4f}), home load {row['home_tail']:.3f},"
         f" {row['seconds']:.0f} s"

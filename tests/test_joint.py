@@ -1,5 +1,6 @@
 """The joint solver and its parts: exact changes, legal plans of any shape, the same plan on any number of cores."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from placement.moves import LayerData, LayerSearch
 from placement.plan import MoEShape, linear_plan
 from placement.solution import Objective, make_problem
 from placement.team import ChainData
+from placement.threads import usable_cores
 from placement.topology import uniform
 from placement.trace import Trace
 from placement.transport import best_layer
@@ -63,17 +65,21 @@ def a_layer(seed: int, *, weighted: bool, copies: bool, capped: bool) -> tuple[L
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("capped, even", [(False, 0.0), (True, 0.0), (True, 0.02)])
-def test_change_of_an_exchange_is_exact(weighted, copies, capped, even):
+@pytest.mark.parametrize(
+    "capped, even, noisy", [(False, 0, False), (True, 0, False), (True, 0.02, False), (True, 0.02, True)]
+)
+def test_change_of_an_exchange_is_exact(weighted, copies, capped, even, noisy):
     data, rank_S = a_layer(3, weighted=weighted, copies=copies, capped=capped)
-    data = replace(data, even=even)
     rng = np.random.default_rng(0)
     S = len(rank_S)
+    noise_RS = rng.normal(size=(9, S)) * noisy * 10
+    data = replace(data, even=even, noise_SS=(noise_RS.T @ noise_RS).astype(np.float32))
     linear_SW = rng.normal(size=(S, 4)).astype(np.float32)
     search = LayerSearch(data, rank_S)
 
     def total() -> float:
-        uneven = even * float((search.unfair_W() ** 2).sum()) if even else 0.0
+        noise_RW = noise_RS @ (search.rank_S[:, None] == np.arange(4))
+        uneven = even * float((search.unfair_W() ** 2).sum() + (noise_RW**2).sum()) if even else 0.0
         return search.row_cost() + uneven + float(linear_SW[np.arange(S), search.rank_S].sum())
 
     for _ in range(40):
@@ -100,6 +106,17 @@ def test_a_price_of_uneven_load_is_paid_in_rows():
     free, priced = (cost.evaluate(plan, train) for plan in plans)
     spread = [float((c.load_LW / c.load_LW.mean()).std()) for c in (free, priced)]
     assert spread[1] < 0.5 * spread[0] and free.fan_out < priced.fan_out
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores of a process are Linux's notion")
+def test_workers_are_as_many_as_cores_the_process_may_use():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert usable_cores() == len(before)
 
 
 def test_illegal_exchanges_are_all_that_is_refused():

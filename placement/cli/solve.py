@@ -191,9 +191,8 @@ def priced(problem: Problem, args: argparse.Namespace) -> Problem:
     """As :func:`for_unseen`, for method homes: uneven load has a price in place of a lower cap."""
     if args.cap is not False or problem.cap is None or problem.train is None:
         return problem
-    found = even_for_unseen(problem)
-    note(f"uneven load is priced at {found.even:.2f} at first, for a load cap of {problem.cap:g} on unseen tokens")
-    return found
+    note(f"uneven load is priced, so that unseen tokens keep a load cap of {problem.cap:g} (or set one by --cap)")
+    return even_for_unseen(problem)
 
 
 def for_unseen(problem: Problem, args: argparse.Namespace) -> Problem:
