@@ -12,6 +12,7 @@ from pathlib import Path
 
 from placement.errors import UserError
 
+SHARED_GPU_MEMORY = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,12 +54,18 @@ def read_torchrun() -> Torchrun | None:
     )
 
 
+def allow_shared_gpus() -> None:
+    """In a process that is a rank itself: torch may map memory between ranks whose GPUs have one number, because they
+    share one or because each sees only its own."""
+    os.environ.setdefault(SHARED_GPU_MEMORY, "1")
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """This environment for a process of the run: ``threads`` intra-op threads, and without torchrun's rank."""
     kept = {k: v for k, v in os.environ.items() if k not in TORCHRUN and not k.startswith("TORCHELASTIC_")}
     if not has_gpu():
         kept.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine listen on the loopback only
-    kept.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks that share a GPU may share its memory
+    kept.setdefault(SHARED_GPU_MEMORY, "1")
     root = str(Path(__file__).resolve().parents[1])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # a source tree, found by sys.path
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH"))))

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.env import Torchrun, child_environment, cores
+from launch.env import Torchrun, allow_shared_gpus, child_environment, cores
 from launch.failure import RankFailure, read_error_files
 from launch.rank import be_rank
 from launch.signals import SIGNALS
@@ -55,6 +55,7 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     }
     if front is not None:
         threading.Thread(target=_end_with_front, args=(front,), daemon=True).start()
+    allow_shared_gpus()
     be_rank(about, word["engine"])
     return 0 if front is None else front.wait()
 

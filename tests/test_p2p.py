@@ -1,5 +1,6 @@
 """What p2p says and reserves before any rank exists."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from epmoe.moe.by_size import Cost, wire_bytes
 from epmoe.moe.exchange import LANES, ExchangeShape
 from epmoe.moe.p2p import PeerFailed, buffer_size, first_copied, lane_layout, p2p_unavailable
 from epmoe.ops.p2p_signal import ABORT, ABORTED, GONE, RECORD, Failure, read_failure
+from launch.env import SHARED_GPU_MEMORY, allow_shared_gpus, child_environment
 
 SHAPE = ExchangeShape(4, 128, 256, 4, torch.bfloat16, "exact")
 
@@ -82,3 +84,13 @@ def test_costs_decide_from_which_size_rows_are_copied():
         assert (costs["copy"].us(wire) <= costs["put"].us(wire)) == copied
     assert first_copied(4, shape, {"put": Cost(30, 300), "copy": Cost(100, 300)}) == 10_001
     assert first_copied(4, shape, {"put": Cost(30, 300), "copy": Cost(20, 400)}) == 1
+
+
+def test_ranks_may_share_memory_of_gpus_with_one_number(monkeypatch):
+    monkeypatch.delenv(SHARED_GPU_MEMORY, raising=False)
+    assert child_environment(1)[SHARED_GPU_MEMORY] == "1"
+    allow_shared_gpus()
+    assert os.environ[SHARED_GPU_MEMORY] == "1"
+    monkeypatch.setenv(SHARED_GPU_MEMORY, "0")  # the user's word stands
+    allow_shared_gpus()
+    assert os.environ[SHARED_GPU_MEMORY] == child_environment(1)[SHARED_GPU_MEMORY] == "0"
