@@ -145,7 +145,8 @@ def over_nccl_and_p2p(comm: Comm, case: Case) -> tuple[bool, list[int], int]:
 
 
 def graph_rounds(comm: Comm, case: Case, rounds: int) -> int:
-    """The same with two lanes under way at once in one captured graph, and eager steps between its replays."""
+    """The same with two lanes under way at once in one captured graph, and eager steps between its replays; replays
+    are counted like them."""
     exchange = P2P(comm, shape_of(case))
     layer, bad = Layer(exchange, case, False), torch.zeros((), dtype=torch.int64, device=comm.device)
     exchange.begin_step(case.tokens)
@@ -153,11 +154,11 @@ def graph_rounds(comm: Comm, case: Case, rounds: int) -> int:
     warm = [layer(*full[lane], lane=lane) for lane in range(2)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sent = [exchange.dispatch_begin(*full[lane], lane) for lane in range(2)]
-        arrived = [exchange.dispatch_end(sending, case.slots) for sending in sent]
+        under_way = [exchange.dispatch_begin(*full[lane], lane) for lane in range(2)]
+        arrived = [exchange.dispatch_end(sending, case.slots) for sending in under_way]
         back = [exchange.combine_begin(run_experts(r, case.slots, comm.rank), route) for r, route in arrived]
         y = [exchange.combine_end(returning) for returning in back]
-    layer.delays = True
+    layer.delays, sent = True, 2 * case.tokens
     for seed in range(rounds):
         exchange.begin_step(case.tokens)
         for lane in range(2):
@@ -165,13 +166,16 @@ def graph_rounds(comm: Comm, case: Case, rounds: int) -> int:
                 part.copy_(value)
         layer.delay()
         graph.replay()
+        sent += 2 * case.tokens
         for lane in range(2):
             bad += differs(y[lane], reference(case, *full[lane]))
         if seed % 3 == 0:
             data = data_of(case, comm, seed)
+            sent += len(data[0])
             bad += differs(layer(*data, lane=seed % 2), reference(case, *data))
     bad = int(bad)
     exchange.raise_if_failed()
+    assert exchange.traffic().tokens == sent, (exchange.traffic().tokens, sent)
     del warm
     return bad
 

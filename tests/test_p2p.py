@@ -40,6 +40,7 @@ def test_buffers_hold_the_whole_budget_from_every_rank(combine, answers):
     shape = replace(SHAPE, combine=combine)
     layout = lane_layout(3, shape)
     assert layout.sizes["rows"] == 3 * 128 * 512
+    assert layout.sizes["weight"] == (3 * 128 * 4 * 4 if combine == "reduce" else 0)
     assert layout.sizes["returned"] == 128 * answers * 512
     ends = [layout.at(name) + size for name, size in layout.sizes.items()]
     assert all(end <= start for end, start in zip(ends, [*layout.starts.values()][1:]))
@@ -72,6 +73,17 @@ def test_of_several_that_ended_the_one_waited_for_is_named(monkeypatch, gone, pe
     exchange.host[RECORD] = (1 << 63 | 4 << 32 | 3 << 16 | 1 << 14 | ABORTED << 12 | 1) - (1 << 64)
     with pytest.raises(PeerFailed, match=f"step 4, layer 2, combine: rank {peer} is gone"):
         exchange.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "tokens,graph_tokens,copied", [(4096, 0, True), (4095, 0, False), (4096, 4096, False), (5000, 4096, True)]
+)
+def test_large_steps_are_copied_unless_a_graph_may_hold_them(tokens, graph_tokens, copied):
+    exchange = lockstep_ranks(Case(2, 1, 5000, 1, 16, 1, torch.float16, False))[0]
+    exchange.shape = replace(exchange.shape, graph_tokens=graph_tokens)
+    exchange.begin_step(tokens)
+    assert exchange.waits_for_counts == copied  # which a graph cannot
+    assert exchange.ctas == (0 if copied else 16)
 
 
 def test_costs_decide_from_which_size_rows_are_copied():
