@@ -36,6 +36,7 @@ from epmoe.ops.router import route_triton  # noqa: E402
 from epmoe.ops.tile_candidates import CANDIDATES, VECTORS  # noqa: E402
 from epmoe.ops.tiles import Choice, choose  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
+from scripts import moe_bench_published as published  # noqa: E402
 from scripts.moe_bench_checks import LIMIT, check_cases, check_invariance, compile_all  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
@@ -124,8 +125,12 @@ def time_case(timer, shape, weights, tokens, choice, routing, peers, untuned=Fal
         print(f"RED {shape.name} T {tokens} {routing}: {result['error']}")
     functions = {n: f for n, f in (functions | peers).items() if n not in red}
     calls = {n: [lambda f=f, i=i: f(*i) for i in inputs] for n, f in functions.items()}
+    if tokens >= 1024 and routing == "uniform":
+        calls["mm"] = [lib.matrix_product()]  # the matrix ceiling under this case's clocks
     try:
         result["us"] = timer.compare(calls, 3, 6 if tokens <= 1024 else 3)
+        if "reduce" in calls and routing == "uniform":
+            result["ghz"] = lib.clock_ghz(timer, calls["reduce"])
     except Exception:
         traceback.print_exc(limit=-3)
         torch.cuda.synchronize()
@@ -140,11 +145,11 @@ def components(timer, shape, weights, tokens, choice) -> dict:
     """Microseconds of each stage on its own, back to back, without a flush."""
     x_TD, logits_TE = lib.make_inputs(shape, tokens, "uniform")
     weight_TK, expert_TK = route_triton(logits_TE, lib.RULE, shape.top_k)
-    index = build_index_triton(expert_TK, shape.experts, choice.rows)
+    index = build_index_triton(expert_TK, shape.experts, choice.rows, choice.tail)
     rows = expert_mlp_triton(x_TD, index, weights, choice=choice)
     stages = {
         "router": lambda: route_triton(logits_TE, lib.RULE, shape.top_k),
-        "index": lambda: build_index_triton(expert_TK, shape.experts, choice.rows),
+        "index": lambda: build_index_triton(expert_TK, shape.experts, choice.rows, choice.tail),
         "combine": lambda: weighted_sum_triton(rows, index.pos_RK, weight_TK),
     }
     return timer.compare({k: [v] for k, v in stages.items()}, 3, 20, flush=False)
@@ -153,7 +158,13 @@ def components(timer, shape, weights, tokens, choice) -> dict:
 def show(result: dict, top: dict) -> None:
     us, floor = result["us"], max(result["bytes"] / top["copy_tbs"] / 1e6, result["flops"] / top["tflops"] / 1e6)
     ours = us.get("reduce", float("nan"))
-    peers = "  ".join(f"{k} {v:.1f}" for k, v in us.items() if k != "reduce")
+    peers = "  ".join(f"{k} {v:.1f}" for k, v in us.items() if k not in ("reduce", "mm"))
+    if "mm" in us:
+        peers += f"  matrix {2 * 8192**3 / us['mm'] / 1e6:.0f} TFLOP/s"
+    if "ghz" in result:
+        peers += f"  {result['ghz']:.2f} GHz"
+    if ratio := published.compare(result, top):
+        peers += f"  best published {ratio[0]:.2f}, scaled {ratio[1]:.2f}"
     print(
         f"{result['shape']:10s} T {result['tokens']:5d} {result['routing']:7s} {ours:9.1f} us  floor {floor:8.1f} "
         f"({100 * floor / ours:3.0f} %)  {result['flops'] / ours / 1e6:5.0f} TFLOP/s "
@@ -237,6 +248,7 @@ def main() -> int:
             args.json.write_text(json.dumps(report, default=str))
     report["ceilings_after"] = lib.ceilings(timer)
     print("ceilings at the end", report["ceilings_after"], f"{time.monotonic() - start:.0f} s")
+    print(published.summary(report["cases"], report["ceilings"]))
     if args.json:
         args.json.write_text(json.dumps(report, default=str))
     return 0
