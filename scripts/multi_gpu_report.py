@@ -39,9 +39,10 @@ from bench_exchange import as_record, run_cases  # noqa: E402
 from exchange_bench_lib import Case  # noqa: E402
 from rank_group import label  # noqa: E402
 from report_links import links  # noqa: E402
-from report_model import LINK, Work, measure_model, model_folder, nominal  # noqa: E402
+from report_model import LINK, Work, measure_model, model_folder  # noqa: E402
 from report_parts import Part, run_parts  # noqa: E402
 from report_promises import promises  # noqa: E402
+from report_simulated import nominal, predictions  # noqa: E402
 from report_text import markdown  # noqa: E402
 from report_warm import Warmers, warm_up  # noqa: E402
 
@@ -83,9 +84,23 @@ def main() -> int:
         warmers = Warmers(where, warm_up(kinds_of(args), args.rehearse, parts))
         keep({"warm": warmers.wait(began + WARM * args.limit_seconds)})
     run_parts(where, parts, ends - (TOOLS * args.limit_seconds if tools else 0), keep)
+    add_predictions(parts, report["parts"].get("model", {}))
+    keep({})
     for left, name in zip(range(len(tools), 0, -1), tools):
         keep({name: run_script(args, name, (ends - time.monotonic()) / left)})
     return 0
+
+
+def add_predictions(parts: list[Part], model: dict) -> None:
+    """What the simulation says, beside what was measured."""
+    work = next((part.values[0] for part in parts if part.name == "model"), None)
+    if work is None or not model.get("found"):
+        return
+    try:
+        model["found"]["predicted"] = predictions(work, model["found"]["rows"])
+    except Exception as error:
+        print(traceback.format_exc(limit=-4), flush=True)
+        model["failed"] = f"no predictions: {type(error).__name__}: {error}"
 
 
 def ready(args: argparse.Namespace, name: str, keep: Callable[[dict], None]) -> Part | None:
@@ -147,7 +162,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="small layers and few sizes")
     parser.add_argument("--exchange", nargs="+", help="of parts 2 and 3 (default: all that run there)")
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
-    parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 8192)")
+    parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 16384)")
     parser.add_argument("--lanes-options", nargs="*", default=[], help="passed on to bench_overlap_ranks.py")
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
     parser.add_argument("--plans", help="folder of METHOD.json, solved for half of every recording")
@@ -181,7 +196,7 @@ def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], smal
 def model_work(args: argparse.Namespace) -> Work:
     train, held = recorded(args)
     small = args.rehearse
-    prefill, requests = (args.prefill_tokens or 64, 8) if small else (args.prefill_tokens or 8192, 128)
+    prefill, requests = (args.prefill_tokens or 64, 8) if small else (args.prefill_tokens or 16384, 192)
     calibration = nominal(ModelConfig.from_folder(model_folder(train, small)), prefill * args.ranks, small)
     plans = {name: plan_of(args, name, train, calibration) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}

@@ -26,12 +26,11 @@ from epmoe.model.decoder import Decoder
 from epmoe.model_config import ModelConfig
 from epmoe.moe.layer import MoELayer, Routing
 from epmoe.moe.timeline import Timeline, hidden_of
-from placement.cost import Calibration, evaluate, round_robin_homes
+from placement.cost import round_robin_homes
 from placement.homes import assign_homes, fit_affinity, score_routing
 from placement.plan import Plan, linear_plan
-from placement.simulate import simulate
 from placement.topology import Topology, uniform
-from placement.trace import Trace, join
+from placement.trace import Trace
 
 LINK = 390e9  # bytes a second between GPUs, where it was not measured
 STEPS = 4  # of prefill on every rank, about
@@ -122,7 +121,7 @@ def model_folder(trace: Trace, rehearse: bool) -> str:
 
 
 def measure_model(comm: Comm, save: Callable, seconds: float, work: Work, say: Callable | None = None) -> dict:
-    """Every plan with both home rules, lanes off and on; then what the simulation says, calibrated on linear."""
+    """Every plan with both home rules, lanes off and on."""
     ends, usual = time.monotonic() + 0.9 * seconds, homes_module.assign_home
     try:
         return _measure_plans(comm, (save, say or said), ends, work)
@@ -156,9 +155,7 @@ def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, wor
                 save(record_of(work, rows))
         del engine
         gc.collect()
-    found = record_of(work, rows)
-    save(found)
-    return found | ({"predicted": predictions(work, rows)} if comm.rank == 0 else {})
+    return record_of(work, rows)
 
 
 def record_of(work: Work, rows: list[dict]) -> dict:
@@ -287,57 +284,6 @@ def traffic_of(served: Served) -> dict:
     rows = np.array([report["sent_rows"] for report in served.reports], float)
     tokens = sum(report["traffic"]["tokens"] for report in served.reports)
     return {"remote_rows": float((rows.sum() - np.trace(rows)) / max(tokens, 1))}
-
-
-def nominal(config: ModelConfig, step_tokens: float, rehearse: bool) -> Calibration:
-    """Costs as the shapes say them, for plans that are made before anything was measured."""
-    row_bytes = config.hidden_size * (4 if rehearse else 2)
-    return Calibration(
-        dispatch_row_bytes=row_bytes + 8 * config.top_k, combine_row_bytes=row_bytes,
-        pair_seconds=6 * config.hidden_size * config.moe_intermediate_size / (5e10 if rehearse else 5e14),
-        layer_seconds=0.0, step_tokens=float(step_tokens),
-    )  # fmt: skip
-
-
-def calibrated(work: Work, row: dict) -> Calibration:
-    """From what was measured with the linear plan: seconds of a pair from its experts' time, the hidden share from its
-    timeline, and the rest of a layer so that its tokens a second are met."""
-    config = ModelConfig.from_folder(model_folder(work.train, work.rehearse))
-    plan = work.plans["linear"]
-    pairs = work.held.num_tokens * config.top_k * work.held.shape.num_layers / plan.ranks
-    calibration = replace(
-        nominal(config, work.prefill_tokens * plan.ranks, work.rehearse),
-        pair_seconds=row["experts_us"] * row["passes"] / pairs / 1e6,
-        overlap=row["hidden"] if row["overlap"] == "on" else 0.0,
-    )
-    bare = simulated(work, plan, homes_of(plan, work, "round-robin"), calibration)
-    missing = bare["tokens"] / row["prefill_tokens_per_s"] - bare["seconds"]
-    return replace(calibration, layer_seconds=max(0.0, missing / bare["steps"] / work.held.shape.num_layers))
-
-
-def simulated(work: Work, plan: Plan, homes: np.ndarray, calibration: Calibration) -> dict:
-    trace = join([work.held] * work.rounds, work.held.source)
-    homes = np.tile(homes, work.rounds)
-    return simulate(plan, trace, work.links(), homes=homes, combine="reduce", calibration=calibration).summary()
-
-
-def predictions(work: Work, rows: list[dict]) -> list[dict]:
-    """What ``placement.simulate`` says of every plan, calibrated once on linear without and once with two lanes."""
-    found = []
-    for base in (row for row in rows if row["plan"] == "linear" and "failed" not in row):
-        calibration = calibrated(work, base)
-        for name, plan in work.plans.items():
-            for rule in ("round-robin", "affinity"):
-                homes = homes_of(plan, work, rule)
-                costs = evaluate(plan, work.held, homes=homes, combine="reduce")
-                run = simulated(work, plan, homes, calibration)
-                found.append({
-                    "plan": name, "homes": rule, "overlap": base["overlap"],
-                    "prefill_tokens_per_s": run["tokens_per_second"], "prefill_ms": 1e3 * run["step_seconds_p50"],
-                    "compute_tail": costs.compute_tail, "remote_rows": costs.dispatch_rows,
-                    "calibration": vars(calibration),
-                })  # fmt: skip
-    return found
 
 
 def first_layers(work: Work, count: int) -> Work:
