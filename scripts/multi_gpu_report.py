@@ -84,20 +84,22 @@ def main() -> int:
         warmers = Warmers(where, warm_up(kinds_of(args), args.rehearse, parts))
         keep({"warm": warmers.wait(began + WARM * args.limit_seconds)})
     run_parts(where, parts, ends - (TOOLS * args.limit_seconds if tools else 0), keep)
-    add_predictions(parts, report["parts"].get("model", {}))
+    add_predictions(args, parts, report["parts"].get("model", {}))
     keep({})
     for left, name in zip(range(len(tools), 0, -1), tools):
         keep({name: run_script(args, name, (ends - time.monotonic()) / left)})
     return 0
 
 
-def add_predictions(parts: list[Part], model: dict) -> None:
-    """What the simulation says, beside what was measured."""
+def add_predictions(args: argparse.Namespace, parts: list[Part], model: dict) -> None:
+    """What the simulation says, beside what was measured; its calibration as a file for ``epmoe-placement``."""
     work = next((part.values[0] for part in parts if part.name == "model"), None)
     if work is None or not model.get("found"):
         return
     try:
-        model["found"]["predicted"] = predictions(work, model["found"]["rows"])
+        model["found"]["predicted"] = said = predictions(work, model["found"]["rows"])
+        if said:
+            Calibration(**said[0]["calibration"]).save(Path(args.topology).with_name("calibration.json"))
     except Exception as error:
         print(traceback.format_exc(limit=-4), flush=True)
         model["failed"] = f"no predictions: {type(error).__name__}: {error}"
@@ -167,7 +169,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
     parser.add_argument("--plans", help="folder of METHOD.json, solved for half of every recording")
     parser.add_argument("--solve-seconds", type=float, default=20, help="of each method without a plan file")
-    parser.add_argument("--topology", default="topology.json", help="where the link matrix is written")
+    parser.add_argument(
+        "--topology", default="topology.json", help="where the link matrix is written; calibration.json beside"
+    )
     parser.add_argument("--json", default="multi_gpu.json")
     parser.add_argument("--markdown", default=None, help="tables are written there too")
     args = parser.parse_args()

@@ -31,7 +31,8 @@ def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dic
     for source in range(comm.world):
         for target in range(comm.world):
             if source != target:
-                large, small = (_pair_us(comm, memory, source, target, n) for n in (BLOCK[comm.device.type], SMALL))
+                large = _pair_us(comm, memory, (source, target), BLOCK[comm.device.type])
+                small = _pair_us(comm, memory, (source, target), SMALL, repeat=32)
                 latency[source, target] = small * 1e-6
                 bandwidth[source, target] = BLOCK[comm.device.type] / max(large - small, 1e-3) * 1e6
     found |= {"gb_per_s": (bandwidth / 1e9).round(2).tolist(), "latency_us": (latency * 1e6).round(2).tolist()}
@@ -59,11 +60,16 @@ def _peer_memory(comm: Comm) -> tuple[PeerMemory | None, str]:
     return memory, "works"
 
 
-def _pair_us(comm: Comm, memory: PeerMemory | None, source: int, target: int, size: int) -> float:
-    """Microseconds of one message while all other links are idle."""
-    send = _copy(comm, memory, source, target, size) if memory else _message(comm, source, target, size)
-    send()
-    return float(np.min(slowest(comm, np.array([timed(comm, (send,)) for _ in range(7)]))))
+def _pair_us(comm: Comm, memory: PeerMemory | None, pair: tuple[int, int], size: int, repeat: int = 1) -> float:
+    """Microseconds of one message of ``repeat`` in a row, while all other links are idle."""
+    send = _copy(comm, memory, *pair, size) if memory else _message(comm, *pair, size)
+
+    def in_a_row() -> None:
+        for _ in range(repeat):
+            send()
+
+    in_a_row()
+    return float(np.min(slowest(comm, np.array([timed(comm, (in_a_row,)) for _ in range(7)])))) / repeat
 
 
 def _copy(comm: Comm, memory: PeerMemory, source: int, target: int, size: int) -> Callable[[], object]:
