@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from epmoe.config import EngineConfig
-from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind, graph_sizes, padded_size
+from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind, graph_sizes, padded_size, prompt_sizes
+from epmoe.engine.prompt_graphs import halves
+from epmoe.engine.request import Request, SamplingParams
+from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import HostCopy, Staging, buffer_bytes, views
 
 
@@ -29,12 +34,37 @@ def test_all_ranks_run_the_same_kind_of_step():
     """A graph only if every rank can, of the busiest rank's size; a rank without tokens can."""
     engine = EngineConfig("model", device="cuda", max_requests=64)
     assert agreed_kind([header(5, True), header(0, True)], engine, True) == Kind(1, 8, 8)
-    assert agreed_kind([header(5, True), header(9, False)], engine, True) == Kind(1, 9)
+    assert agreed_kind([header(5, True), header(9, False)], engine, True) == Kind(1, 16, prompt=True)
+    assert agreed_kind([header(5, True), header(9, False)], engine, False) == Kind(1, 9)
     assert agreed_kind([header(5, True), header(64, True)], engine, True) == Kind(1, 64, 64)
     assert agreed_kind([header(5, True), header(6, True)], engine, False) == Kind(1, 6)
     assert agreed_kind([header(0, True), header(0, True)], engine, True) is None
     two = EngineConfig("model", device="cuda", max_requests=64, overlap="on")
-    assert agreed_kind([header(5, False), header(9, True)], two, True).lanes == 2
+    assert agreed_kind([header(5, False), header(1500, True)], two, True) == Kind(2, 768, prompt=True)
+    assert agreed_kind([header(5, False), header(9, True)], two, False).lanes == 2
+    for without in ({"deterministic": True}, {"record_tokens": 5}, {"probe_tokens": 5}):
+        assert not agreed_kind([header(9, False)], replace(engine, **without), True).prompt
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 100, 2048, 8192, 10_000])
+def test_steps_with_prompts_are_padded_little(budget):
+    sizes = prompt_sizes(budget)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == budget
+    for count in range(1, budget + 1, max(1, budget // 500)):
+        assert count <= padded_size(count, sizes) <= max(16, 2 * count, count + budget // 8 + 1)
+
+
+@pytest.mark.parametrize("counts", [[], [1], [2], [5, 1], [1, 1, 1], [3, 9, 1, 4]])
+def test_halves_of_a_step_are_even_and_in_order(counts):
+    chunks = [
+        Chunk(Request(n, [1] * 50, SamplingParams(), 0), 3, count, True, 3 + count) for n, count in enumerate(counts)
+    ]
+    parts = halves(chunks)
+    sizes = [sum(chunk.count for chunk in part) for part in parts]
+    assert sum(sizes) == sum(counts) and 0 <= sizes[0] - sizes[1] <= 1
+    places = [(c.request.id, p) for part in parts for c in part for p in range(c.start, c.start + c.count)]
+    assert places == [(c.request.id, p) for c in chunks for p in range(c.start, c.start + c.count)]
+    assert [c.request.id for part in parts for c in part if c.samples] == [c.request.id for c in chunks]
 
 
 def test_headers_travel_whole():

@@ -17,6 +17,7 @@ HEADER_NUMBERS = 8  # fields ahead of the homes
 HEADER_MOVES = (HEADER_FIELDS - HEADER_NUMBERS) // 2  # homes that one rank can announce in one step
 SMALL = (1, 2, 4)
 MOST_IN_GRAPH = 512  # sequences; larger decode steps last longer than their launches take
+SMALLEST_PROMPT = 16  # tokens of the smallest graph of a step with prompts
 EVERY = ((64, 8), (256, 16), (1 << 16, 64))  # (up to, step between sizes)
 
 
@@ -56,11 +57,13 @@ _NUMBERS = [item.name for item in fields(Header)][: HEADER_NUMBERS - 1]
 @dataclass(frozen=True)
 class Kind:
     """What sort of step it is, the same on every rank: one or two lanes, or (``padded`` > 0) decodes only, run as the
-    graph of that many sequences. ``tokens``: no lane of any rank has more."""
+    graph of that many sequences. ``tokens``: no lane of any rank has more; with ``prompt`` a size of which there may be
+    a graph, whose two lanes are halves."""
 
     lanes: int
     tokens: int
     padded: int = 0
+    prompt: bool = False
 
 
 def agreed_kind(
@@ -83,7 +86,27 @@ def agreed_kind(
         lanes = 2
     elif engine.overlap == "auto" and times is not None:
         lanes = choose_lanes(tuple(header.tokens for header in headers), times)
+    if graphs and prompts_in_graphs(engine):
+        size = padded_size(most, prompt_sizes(engine.max_batch_tokens))
+        return Kind(lanes, -(-size // lanes), prompt=True)
     return Kind(lanes, most if lanes == 1 else most_in_lane(most))
+
+
+def prompts_in_graphs(engine: EngineConfig) -> bool:
+    """Whether steps with prompts may be graphs, where decodes are: not where rows of a step must lie without padding
+    between them, nor in deterministic mode, whose attention takes as many launches as the lengths ask for."""
+    return not (engine.deterministic or engine.record_tokens or engine.probe_tokens)
+
+
+@lru_cache
+def prompt_sizes(budget: int) -> tuple[int, ...]:
+    """Padded tokens of a step: eighths of the budget, and powers of two below the first of them."""
+    eighth = -(-budget // 8)
+    small, size = [], SMALLEST_PROMPT
+    while size < eighth:
+        small.append(size)
+        size *= 2
+    return (*small, *(min(n * eighth, budget) for n in range(1, 9) if (n - 1) * eighth < budget))
 
 
 @lru_cache

@@ -140,7 +140,7 @@ class Engine:
 
     def report(self) -> dict:
         """Counters since the start (see ``launch`` for how they are shown)."""
-        graphs = self.runner.graphs
+        graphs, prompts = self.runner.graphs, self.runner.prompts
         return {
             "load_LE": self.loads.load_LE.tolist(),
             "active_L": self.loads.active_L.tolist(),
@@ -150,6 +150,8 @@ class Engine:
             "graph_replays": graphs.replays if graphs is not None else 0,
             "graphs_at_start": graphs.at_start if graphs is not None else None,
             "graphs_captured_late": graphs.late if graphs is not None else 0,  # a step waited for them
+            "prompt_graph_replays": prompts.replays if prompts is not None else 0,
+            "prompt_graphs": prompts.captures if prompts is not None else 0,
             "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
             "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do

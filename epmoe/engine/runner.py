@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
-from epmoe.engine.agreement import Kind
+from epmoe.engine.agreement import Kind, prompts_in_graphs
 from epmoe.engine.drawing import Logprobs, draw_arrays, logprobs, sample_row
 from epmoe.engine.graphs import DecodeGraphs, Ran
+from epmoe.engine.lane_arrays import lane_arrays
+from epmoe.engine.prompt_graphs import PromptGraphs, halves
 from epmoe.engine.scheduler import Chunk, split_lanes
 from epmoe.engine.staging import HostCopy, Staging
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
@@ -47,6 +48,9 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if cache.is_cuda and engine.graphs and decoder.exchange.capturable:
             self.graphs = DecodeGraphs(decoder, cache, engine, observe, self.last_token, self.staging)
+        self.prompts: PromptGraphs | None = None
+        if self.graphs is not None and prompts_in_graphs(engine):
+            self.prompts = PromptGraphs(decoder, cache, engine, observe, self.last_token, self.staging)
 
     def launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
         """Start a step of the kind that all ranks agreed on."""
@@ -62,7 +66,10 @@ class Runner:
         """Run the model; logits of the sampling chunks, in order."""
         if kind.padded:
             return self.graphs.run(chunks, kind.padded).first(len(chunks))
-        parts = split_lanes(chunks) if kind.lanes == 2 else (chunks,)
+        if kind.prompt and self.prompts is not None and (logits_NV := self.prompts.run(chunks, kind)) is not None:
+            return Ran(logits_NV)
+        cut = halves if kind.prompt else split_lanes
+        parts = cut(chunks) if kind.lanes == 2 else (chunks,)
         return Ran(self.decoder.forward([self._build(part) for part in parts], self.cache, self.observe))
 
     def _draw(self, ran: Ran, drawing: list[Chunk], penalised: bool) -> torch.Tensor:
@@ -83,42 +90,15 @@ class Runner:
 
     def _build(self, chunks: list[Chunk]) -> Batch:
         """The step's tensors, from lengths and known tokens; a token still on the device is taken from there."""
-        size = self.engine.block_size
-        count_N = np.array([chunk.count for chunk in chunks], np.int64)
-        start_N = np.array([chunk.start for chunk in chunks], np.int64)
-        end_N = np.cumsum(count_N)
-        seq_T = np.repeat(np.arange(len(chunks)), count_N)
-        position_T = np.arange(len(seq_T)) + np.repeat(start_N - end_N + count_N, count_N)
-        table_NP = _block_table(chunks)
-        slot_T = table_NP[seq_T, position_T // size] * np.int64(size) + position_T % size
-        known_T = np.fromiter(chain.from_iterable(map(_tokens, chunks)), np.int64, len(seq_T))
-        row_N = np.array([chunk.request.row for chunk in chunks], np.int64)
-        sample_rows = end_N[[chunk.samples for chunk in chunks]] - 1 if chunks else end_N
-        arrays = (table_NP, position_T, slot_T, known_T, row_N[seq_T], sample_rows)
+        lane = lane_arrays(chunks, self.engine.block_size)
+        arrays = (lane.table_NP, lane.position_T, lane.slot_T, lane.known_T, lane.row_T, lane.sample_rows)
         table, position, slot, known, rows, sample_rows = self.staging.upload(arrays)
         attention = AttentionBatch(
-            query_lens=count_N.tolist(),
-            kv_lens=(start_N + count_N).tolist(),
+            query_lens=lane.lens_N3[:, 1].tolist(),
+            kv_lens=lane.lens_N3[:, 2].tolist(),
             block_table_NP=table,
             position_T=position,
             slot_T=slot,
-            block_size=size,
+            block_size=self.engine.block_size,
         )
         return Batch(known.where(known >= 0, self.last_token[rows]), attention, sample_rows)
-
-
-def _tokens(chunk: Chunk) -> list[int]:
-    """The chunk's token ids; -1 in place of a last one that is still on the device."""
-    request, stop = chunk.request, chunk.start + chunk.count
-    known = request.tokens(chunk.start, min(stop, request.known))
-    late = chunk.count - len(known)
-    assert late <= 1, f"request {request.id}: {late} unknown tokens"
-    return [*known, -1] if late else known
-
-
-def _block_table(chunks: list[Chunk]) -> np.ndarray:
-    """int32 ``[N, P]``, zero past a sequence's blocks."""
-    table_NP = np.zeros((len(chunks), max((len(chunk.request.blocks) for chunk in chunks), default=0)), np.int32)
-    for row, chunk in zip(table_NP, chunks):
-        row[: len(chunk.request.blocks)] = chunk.request.blocks
-    return table_NP

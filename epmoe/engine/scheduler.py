@@ -243,6 +243,19 @@ def split_lanes(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
     return chunks, []
 
 
+def split_at(chunks: list[Chunk], count: int) -> tuple[list[Chunk], list[Chunk]]:
+    """The first ``count`` tokens of a step, and the rest, in order; a chunk on both sides is cut."""
+    before = 0
+    for n, chunk in enumerate(chunks):
+        if before + chunk.count > count:
+            if before == count:
+                return chunks[:n], chunks[n:]
+            early, late = chunk.cut(count - before)
+            return [*chunks[:n], early], [late, *chunks[n + 1 :]]
+        before += chunk.count
+    return chunks, []
+
+
 def most_in_lane(tokens: int) -> int:
     """The most tokens in one of the two lanes of a step of at most so many."""
     return (tokens + max(1, tokens // 8)) // 2

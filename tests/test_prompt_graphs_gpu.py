@@ -1,0 +1,86 @@
+"""Steps with prompts as CUDA graphs (``pytest -m gpu``): the tokens of steps launched from the host, in one lane or two."""
+
+from __future__ import annotations
+
+import os
+
+import prompt_cases
+import pytest
+import torch
+from attention_cases import HEADS
+from drive import Script, all_blocks_free, drive, merge
+from ranks import RankPool
+from tiny_checkpoints import save_tiny
+
+from epmoe.comm import Comm
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [list(range(9, 9 + n)) for n in (90, 1, 30, 7, 64, 33, 2, 80)]
+SCRIPT = Script(
+    [(n, prompt, {"temperature": 0.0, "max_tokens": 5}) for n, prompt in enumerate(PROMPTS)],
+    arrive={n: 3 * (n // 2) for n in range(len(PROMPTS))},
+    want_logits=True,
+)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two ranks, on one GPU where there is only one."""
+    if not torch.cuda.is_available():
+        pytest.skip("left out: no GPU")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    opened = RankPool(2, device="cuda")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("prompts"), "qwen2_moe", num_experts=10, top_k=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS[1:], ids=str)
+def test_attention_in_refilled_buffers(heads, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("left out: no GPU")
+    prompt_cases.check_prompt_batch(heads, dtype, "cuda")
+
+
+def run(comm: Comm, config: dict):
+    result = drive(comm, config, SCRIPT)
+    result.logits = {key: logits.cpu() for key, logits in result.logits.items()}
+    return result
+
+
+def settings(model: str, **more) -> dict:
+    sizes = {"max_model_len": 128, "num_blocks": 96, "max_batch_tokens": 64, "max_requests": 8}
+    return {"model": model, "device": "cuda", "dtype": "float32", **sizes, **more}
+
+
+def require_same(got, want) -> None:
+    assert got.tokens == want.tokens
+    for key, logits in want.logits.items():
+        error = (got.logits[key] - logits).abs().max() / logits.abs().max()
+        assert error < 1e-5, f"request {key[0]}, position {key[1]}: {error}"
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    return run(Comm(0, 1, torch.device("cuda", 0)), settings(model, graphs=False))
+
+
+def test_one_rank(model, alone):
+    result = run(Comm(0, 1, torch.device("cuda", 0)), settings(model))
+    require_same(result, alone)
+    assert result.report["prompt_graph_replays"] >= 3 and all_blocks_free([result])
+
+
+@pytest.mark.parametrize("overlap", ["on", "off", "auto"])
+@pytest.mark.parametrize("exchange", ["p2p", "alltoall"])
+def test_two_ranks(pool, model, alone, exchange, overlap):
+    results = pool.run(run, settings(model, ranks=2, exchange=exchange, overlap=overlap), timeout_s=200)
+    require_same(merge(results), alone)
+    assert all_blocks_free(results)
+    replays = [result.report["prompt_graph_replays"] for result in results]
+    assert min(replays) >= 3 if exchange == "p2p" else max(replays) == 0
