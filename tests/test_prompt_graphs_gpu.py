@@ -1,4 +1,4 @@
-"""Steps with prompts as CUDA graphs (``pytest -m gpu``): the tokens of steps launched from the host, in one lane or two."""
+"""Steps with prompts as CUDA graphs (``pytest -m gpu``): the tokens of steps launched from the host, in both lanes."""
 
 from __future__ import annotations
 
