@@ -203,12 +203,16 @@ def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, o
     row = timed_stages(comm, work, engine, homes)  # also compiles what there is to compile
     prefill = requests_of(work.held, work.rounds, decode=0)
     tokens = sum(len(request["prompt"]) for request in prefill)
-    best: Served | None = None
+    best, before = None, engine.report()
     for _ in range(1 if work.rehearse else 2):
         with_homes(homes, work.rounds)
         served = serve(engine, prefill)
         best = served if best is None or max(gathered(comm, served.seconds < best.seconds)) else best
-    return row | {"prefill_tokens_per_s": tokens / best.seconds, "prefill_ms": step_ms(best), **traffic_of(best)}
+    return row | {
+        "prefill_tokens_per_s": tokens / best.seconds,
+        "prefill_ms": step_ms(best),
+        "remote_rows": remote_rows(comm, before, engine.report()),
+    }
 
 
 def measure_decode(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
@@ -279,11 +283,12 @@ def replay(engine: Engine, trace: Trace) -> None:
         decoder.moe[index] = ReplayLayer(**values, expert_VK=expert_LVK[row], rows=rows)
 
 
-def traffic_of(served: Served) -> dict:
-    """Remote rows per token and layer, and the fullest rank's share of expert work, as counted by the engines."""
-    rows = np.array([report["sent_rows"] for report in served.reports], float)
-    tokens = sum(report["traffic"]["tokens"] for report in served.reports)
-    return {"remote_rows": float((rows.sum() - np.trace(rows)) / max(tokens, 1))}
+def remote_rows(comm: Comm, before: dict, after: dict) -> float:
+    """Rows that went to other ranks, per token and layer, between two reports of this rank's engine."""
+    sent_W = np.array(after["sent_rows"]) - np.array(before["sent_rows"])
+    tokens = after["traffic"]["tokens"] - before["traffic"]["tokens"]
+    remote, tokens = np.sum(gathered(comm, (float(sent_W.sum() - sent_W[comm.rank]), tokens)), 0)
+    return float(remote / max(tokens, 1))
 
 
 def first_layers(work: Work, count: int) -> Work:
