@@ -17,7 +17,7 @@ from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.moe_index import build_index_triton
 from epmoe.ops.router import route_triton
 from epmoe.ops.tile_candidates import CANDIDATES, VECTORS
-from epmoe.ops.tiles import BY_MEAN, PINNED, PINNED_ROWS, Choice, choose
+from epmoe.ops.tiles import FORMS, PINNED, PINNED_ROWS, TAIL, Choice, choose
 from scripts import moe_bench_lib as lib
 
 LIMIT = 1e-2
@@ -42,9 +42,10 @@ def compile_one(task: tuple) -> str:
                 weighted_sum_triton(x_TD, index.pos_RK * 0, weight_TK)
             return ""
         expert_TK = torch.zeros(tokens, 2, device="cuda", dtype=torch.int32)
-        rows = what[0] if kind == "tile" else 16
-        index = build_index_triton(expert_TK + torch.arange(2, device="cuda", dtype=torch.int32), 16, rows)
-        if kind == "tile":
+        rows = 16 if kind == "vector" else what[0]
+        tail = TAIL if kind == "tail" else 0
+        index = build_index_triton(expert_TK + torch.arange(2, device="cuda", dtype=torch.int32), 16, rows, tail)
+        if kind != "vector":
             down_triton(gate_up_triton(x_TD, index, weights, what[1], "silu"), index, weights, what[1])
         else:
             act = vector_gate_up(x_TD, index, weights, "silu", what)
@@ -61,8 +62,9 @@ def compile_all(shapes: list, untuned: bool) -> tuple[list, list]:
 
     ``untuned``: only what the heuristic may choose.
     """
-    tiles = {(rows, config) for _, rows, *configs in BY_MEAN for config in configs} if untuned else CANDIDATES
+    tiles = {(form.rows, form.tiles) for form in FORMS} if untuned else CANDIDATES
     tasks = [("small", s) for s in shapes] + [("tile", c) for c in (*tiles, (PINNED_ROWS, PINNED))]
+    tasks += [("tail", (form.rows, form.tiles)) for form in FORMS if form.tail]
     tasks += [("vector", v) for v in VECTORS]
     pool = get_context("spawn").Pool(12)
     results = [pool.apply_async(compile_one, (task,)) for task in tasks]

@@ -12,13 +12,27 @@ from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions, expert_mlp, expert_mlp_triton, expert_sum, expert_sum_of_one
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.router import route, route_to_slots
-from epmoe.ops.tiles import BLOCKED_128, BY_MEAN, NOT_SPECIALISED, SPECIALISED, TAIL, Choice
+from epmoe.ops.tiles import (
+    BLOCKED_64,
+    BLOCKED_128,
+    FORMS,
+    NARROW,
+    SPECIALISED,
+    STREAM,
+    STREAM_TWO,
+    TAIL,
+    Choice,
+)
 
 pytestmark = pytest.mark.gpu
-TABLES = (*BY_MEAN, *NOT_SPECIALISED)
-CANDIDATES = list(dict.fromkeys((rows, config) for _, rows, *configs in TABLES for config in configs))
 WHOLE_BLOCKS = Choice(128, SPECIALISED, SPECIALISED)
 WITH_TAIL = replace(WHOLE_BLOCKS, tail=TAIL)
+VARIANTS = {
+    "sparse": (9, Choice(16, STREAM, STREAM_TWO)),
+    "blocked": (200, Choice(64, BLOCKED_64, NARROW)),
+    "blocked by 128": (300, Choice(128, BLOCKED_128, BLOCKED_128)),
+    "specialised": (400, WITH_TAIL),
+}
 ACTIVATIONS = {
     "silu": functional.silu,
     "relu": functional.relu,
@@ -59,18 +73,31 @@ def test_experts(dtype):
     moe_cases.check_experts(expert_mlp, build_index, "cuda", dtype, ((5, 64, 64, 2), (4, 40, 100, 3), (3, 128, 192, 1)))
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
-def test_every_tile(candidate):
+@pytest.mark.parametrize("form", FORMS)
+def test_every_tile(form):
     """Slots without pairs, full blocks and short ones."""
-    rows, config = candidate
-    choice = Choice(rows, config, config)
+    choice = Choice(form.rows, form.tiles, form.tiles, tail=form.tail)
     moe_cases.check_experts(
         lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
-        lambda slot, slots: build_index_triton(slot, slots, rows),
+        lambda slot, slots: build_index_triton(slot, slots, form.rows, form.tail),
         "cuda",
         torch.bfloat16,
         ((3, 128, 192, 2), (2, 256, 64, 1)),
         (1, 33, 200),
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name):
+    """One case of each, small enough for compute-sanitizer (docs/results/h200.md)."""
+    rows, choice = VARIANTS[name]
+    moe_cases.check_experts(
+        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
+        lambda slot, slots: build_index_triton(slot, slots, choice.rows, choice.tail),
+        "cuda",
+        torch.bfloat16,
+        ((4, 128, 192, 2),),
+        (rows,),
     )
 
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from epmoe.ops.block_schedule import block_rows
 from epmoe.ops.grouped_gemm import TileConfig
-from epmoe.ops.tiles import TAIL
+from epmoe.ops.tiles import FORMS, TAIL
 
-# Rows of a block, and one GEMM's tiles; both GEMMs of a layer share the blocks.
+# Rows of a block, and one GEMM's tiles; both GEMMs of a layer share the blocks.  What the heuristic knows, and more.
 CANDIDATES = (
-    (16, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (16, TileConfig(128, 128, 4, 3, 2, swap=True, flatten=True)),
+    *((form.rows, form.tiles) for form in FORMS if not form.tail),
     (16, TileConfig(128, 64, 4, 4, 3, swap=True)),
     (16, TileConfig(128, 64, 4, 5, 2, swap=True, flatten=True)),
     (32, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (32, TileConfig(128, 128, 4, 4, 1, swap=True, flatten=True)),
-    (32, TileConfig(128, 64, 4, 3, 3, swap=True)),
-    (64, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
-    (64, TileConfig(256, 64, 8, 4, 1, flatten=True)),
-    (128, TileConfig(256, 64, 8, 3, 1, flatten=True)),
+    (64, TileConfig(128, 64, 4, 3, 2)),
+    (64, TileConfig(128, 128, 4, 3, 1, swap=True, flatten=True)),
     (128, TileConfig(256, 64, 8, 3, 1, flatten=True, group=16)),
     (128, TileConfig(256, 64, 8, 4, 1, group=16)),
-    (128, TileConfig(256, 64, 12, 4, specialised=True)),
-    (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
     (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),
 )
 # (cols, depth, warps) of a vector kernel.

@@ -1,13 +1,14 @@
 """Which kernel variant and which tiles: a function of (pairs, slots, D, F, dtype), measured on one H200.
 
 Variants: *vector* for one row; *stream*: weights stream past tiles of 16 or 32 pairs, as the left operand; *blocked*:
-tiles of 64 or 128 pairs x 256 weight rows, on Hopper with warps that only load; *plain* pointers for shapes that TMA
-does not take and for float32.
+tiles of 64 or 128 pairs x 128 or 256 weight rows, on Hopper also with warps that only load; *plain* pointers for shapes
+that TMA does not take and for float32.  Of stream and blocked tiles those are taken that tile_cost.py expects to be fastest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -15,6 +16,7 @@ from epmoe.ops.block_schedule import block_rows
 from epmoe.ops.grouped_gemm import TileConfig, takes_descriptors
 from epmoe.ops.launch import sm_count
 from epmoe.ops.specialised_gemm import takes_specialised
+from epmoe.ops.tile_cost import Form, Layer, Speed, fastest
 
 PINNED_ROWS = 64
 
@@ -39,20 +41,27 @@ PINNED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2)
 STREAM = TileConfig(cols=128, depth=128, warps=4, stages=4, swap=True, flatten=True)
 STREAM_TWO = TileConfig(cols=128, depth=128, warps=4, stages=3, per_sm=2, swap=True, flatten=True)
 NARROW = TileConfig(cols=128, depth=64, warps=4, stages=4, per_sm=2, swap=True, flatten=True)
+NARROW_THREE = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED_64 = TileConfig(cols=256, depth=64, warps=8, stages=4, flatten=True)
+PAIRED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2, flatten=True)
 BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
 SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
-
-# By mean pairs per slot, up to: block rows, gate_up, down.  From scripts/bench_moe.py on one H200 (docs/results).
-FEW = ((12, 16, STREAM, STREAM_TWO), (24, 32, STREAM, STREAM))
-NOT_SPECIALISED = (*FEW, (160, 64, BLOCKED_64, NARROW), (float("inf"), 128, BLOCKED_128, BLOCKED_128))
-BY_MEAN = (
-    *FEW,
-    (88, 64, BLOCKED_64, NARROW),
-    (160, 128, SPECIALISED, SPECIALISED),
-    (float("inf"), 128, BLOCKED_128, BLOCKED_128),
-)
 TAIL = 32
+
+# Block rows, tail, tiles; then of gate_up and of down: TFLOP/s, us of a tile besides, TB/s.
+FORMS = (
+    Form(16, 0, STREAM, Speed(169, 0.0, 4.32), Speed(180, 0.4, 4.49)),
+    Form(16, 0, STREAM_TWO, Speed(228, 0.0, 4.44), Speed(208, 0.0, 4.53)),
+    Form(32, 0, STREAM, Speed(335, 0.4, 4.47), Speed(368, 0.8, 4.5)),
+    Form(32, 0, NARROW_THREE, Speed(360, 2.2, 4.36), Speed(315, 0.0, 4.38)),
+    Form(64, 0, NARROW, Speed(479, 0.0, 4.41), Speed(563, 0.0, 4.32)),
+    Form(64, 0, NARROW_THREE, Speed(445, 0.0, 4.46), Speed(509, 0.0, 4.34)),
+    Form(64, 0, BLOCKED_64, Speed(630, 0.2, 4.22), Speed(634, 0.7, 4.23)),
+    Form(128, 0, PAIRED, Speed(627, 1.0, 4.3), Speed(653, 0.0, 4.34)),
+    Form(128, 0, BLOCKED_128, Speed(686, 0.7, 4.15), Speed(712, 0.8, 4.13)),
+    Form(128, 0, SPECIALISED, Speed(680, 0.0, 4.49), Speed(715, 0.0, 4.19)),
+    Form(128, TAIL, SPECIALISED, Speed(794, 0.0, 4.15), Speed(812, 0.0, 3.98)),
+)
 
 
 def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = False) -> Choice:
@@ -65,19 +74,31 @@ def choose(rows_RD: torch.Tensor, pairs: int, weights, deterministic: bool = Fal
         return Choice(PINNED_ROWS, config, config)
     vector = None
     if rows_RD.shape[0] == 1:
-        # Steps of 512 where the last of 1024 would be half empty.
-        short = features >= 8192 or (features > 1024 and features % 1024)
-        vector = (2, 1024, 2), (8, 512, 4) if short else (4, 1024, 4)
+        vector = vector_tiles(hidden, features, sm_count(rows_RD.device))
     if plain:
         if rows_RD.dtype != torch.float32 and pairs <= 24 * slots:
             return Choice(16, POINTERS, POINTERS, vector)
         return Choice(min(block_rows(pairs, slots), 64), PLAIN, PLAIN, vector)
-    few_tiles = slots * hidden < 128 * sm_count(rows_RD.device)
-    specialised = takes_specialised(rows_RD.device, hidden) and not few_tiles
-    by_mean = BY_MEAN if specialised else NOT_SPECIALISED
-    _, rows, gate_up, down = next(row for row in by_mean if pairs <= row[0] * slots)
-    if rows == 64 and pairs <= rows * slots and few_tiles:
-        # Fewer tiles of the second product than SMs: smaller blocks make more of them.
-        rows, gate_up, down = 32, STREAM, STREAM
-    tail = TAIL if gate_up.specialised else 0
+    specialised = takes_specialised(rows_RD.device, hidden)
+    (rows, tail), gate_up, down = _fastest(Layer(slots, hidden, features, pairs, sm_count(rows_RD.device)), specialised)
     return Choice(rows, gate_up, down, vector, tail)
+
+
+@lru_cache(maxsize=4096)
+def _fastest(layer: Layer, specialised: bool) -> tuple[tuple[int, int], TileConfig, TileConfig]:
+    return fastest(layer, (form for form in FORMS if specialised or not form.tiles.specialised))
+
+
+def vector_tiles(hidden: int, features: int, sms: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(cols, depth, warps) of both vector kernels.
+
+    The second one has as many programs as ``hidden`` has columns for them, and an SM holds 8 of 2 warps or 4 of 4: the
+    tiles that make one full round of it are taken, or small ones where there are several rounds.
+    """
+    if hidden <= 2 * 8 * sms:
+        down = (2, 1024, 2)
+    elif hidden <= 8 * 4 * sms:
+        down = (8, 512, 4)
+    else:
+        down = (4, 1024, 4) if features <= 2048 else (2, 2048, 4)
+    return (2, 1024, 2), down
