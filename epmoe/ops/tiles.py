@@ -2,7 +2,7 @@
 
 Variants: *vector* for one row; *stream*: weights stream past tiles of 16 or 32 pairs, as the left operand; *blocked*:
 tiles of 64 or 128 pairs x 128 or 256 weight rows, on Hopper also with warps that only load; *plain* pointers for shapes
-that TMA does not take and for float32.  Of stream and blocked tiles those are taken that tile_cost.py expects to be fastest.
+that TMA does not take and for float32.  Stream or blocked: what tile_cost.py expects to be fastest.
 """
 
 from __future__ import annotations
