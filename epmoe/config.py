@@ -14,6 +14,7 @@ from epmoe.model_config import DTYPES, ModelConfig
 from placement.errors import UserError
 
 MOST_REQUESTS = 1 << 16
+MOST_THREADS = 1 << 10
 EXCHANGES = ("auto", "alltoall", "oneshot", "padded", "p2p")
 
 
@@ -108,6 +109,10 @@ class EngineConfig:
             raise UserError(f"probe_tokens is {self.probe_tokens}; it must be at least 0 (requests are not moved)")
         if self.record_tokens < 0:
             raise UserError(f"record_tokens is {self.record_tokens}; it must be at least 0 (nothing is recorded)")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise UserError(
+                f"threads is {self.threads}; use at most {MOST_THREADS}, better no more than there are cores"
+            )
         if self.max_requests > MOST_REQUESTS:
             raise UserError(f"max_requests is {self.max_requests}; use at most {MOST_REQUESTS} for one rank")
         if self.max_requests > self.max_batch_tokens:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from test_config import QWEN3
 
-from epmoe.engine.kv_cache import BlockPool
+from epmoe.config import EngineConfig
+from epmoe.engine.kv_cache import BlockPool, size_cache
 from epmoe.engine.request import Request, SamplingParams
+from epmoe.hf_config import normalise
+from epmoe.model_config import model_config
+from placement.errors import UserError
 
 SIZE = 4
 
@@ -22,6 +28,13 @@ def filled(pool: BlockPool, tokens: list[int]) -> Request:
     made = request(tokens, pool.allocate(pool.blocks_for(len(tokens))), len(tokens))
     pool.publish(made)
     return made
+
+
+@pytest.mark.parametrize("sizes", [{"block_size": 1 << 40}, {"max_model_len": 1 << 40}, {"num_blocks": 1 << 40}])
+def test_a_cache_beyond_memory_is_refused(sizes):
+    model = model_config(normalise({**QWEN3, "max_position_embeddings": 1 << 40}), "m")
+    with pytest.raises(UserError, match=f"{1 << 40}.* 1.0 GB are free"):
+        size_cache(model, EngineConfig(model="m", **sizes), torch.float32, 10**9)
 
 
 def test_a_prefix_is_found_while_held_and_after():

@@ -155,6 +155,7 @@ def test_an_end_of_range_seed_is_a_seed():
         ("max_tokens", 1 << 63),
         ("top_k", 1.5),
         ("n", True),
+        ("n", 1 << 30),
         ("temperature", "hot"),
         ("temperature", None),
         ("logprobs", 1.5),

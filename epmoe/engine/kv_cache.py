@@ -117,6 +117,12 @@ def size_cache(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, fr
             )
         return engine.num_blocks
     per_request = -(-engine.max_model_len // engine.block_size)
+    need = per_request * block_bytes(config, engine.block_size, dtype)
+    if need > free_bytes:
+        raise UserError(
+            f"max_model_len {engine.max_model_len} in blocks of {engine.block_size} tokens needs {need / 1e9:.1f} GB,"
+            f" {free_bytes / 1e9:.1f} GB are free for a rank's cache; lower max_model_len or block_size"
+        )
     fitting = int(free_bytes * CACHE_SHARE[engine.device]) // block_bytes(config, engine.block_size, dtype)
     return max(per_request, min(per_request * engine.max_requests, fitting))
 

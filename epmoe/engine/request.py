@@ -11,6 +11,8 @@ from typing import Any
 from epmoe.ops.sampling import noise_stem
 from placement.errors import UserError
 
+MOST_SAMPLES = 1 << 14  # of one prompt
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -51,7 +53,7 @@ class SamplingParams:
         for item in fields(self):
             object.__setattr__(self, item.name, _typed(item.name, getattr(self, item.name), str(item.type)))
         rules = {
-            "n": (self.n >= 1, "at least 1"),
+            "n": (1 <= self.n <= MOST_SAMPLES, f"between 1 and {MOST_SAMPLES}"),
             "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
