@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -20,6 +24,7 @@ COMMANDS = {  # command -> (module with add_arguments and run, help)
     "tune": ("launch.tune", "measure the fastest kernel tiles for a model on this GPU"),
     "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
 }
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"
 
 
@@ -35,7 +40,9 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
             from launch.torchrun import run_rank
 
             leave(run_rank(torchrun, argv))
-        return _dispatch(argv, starting)
+        code = _dispatch(argv, starting)
+        _flush()
+        return code
     except UserError as error:
         return _fail(f"epmoe: error: {' '.join(str(error).split())}", 2)
     except RankFailure as failure:
@@ -44,6 +51,14 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
         return _fail(failure.block(), 1)
     except (Stopped, KeyboardInterrupt) as stopped:
         return _fail(f"epmoe: {str(stopped) or 'stopped by SIGINT'}", getattr(stopped, "exit_code", 130))
+    except BrokenPipeError:
+        _give_up_output()
+        return _fail("epmoe: stopped: nobody reads the output any more", 128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _give_up_output()
+        return _fail(f"epmoe: error: cannot write the output: {error.strerror}; send it where there is room", 1)
 
 
 def _dispatch(argv: list[str], starting: Starting | None) -> int:
@@ -61,9 +76,20 @@ def _dispatch(argv: list[str], starting: Starting | None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        _flush()
     print(message, file=sys.stderr, flush=True)
     return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as where the shell closed it
+        sys.stdout.flush()
+
+
+def _give_up_output() -> None:
+    """What is left for standard output goes nowhere, so that the interpreter's last flush cannot fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

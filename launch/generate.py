@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,32 +66,33 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         exit_code = run_all(requests, completions, params, progress, drain)
         seconds = time.perf_counter() - started
         stats = session.stop()
-    problems = []
+    lines, problems = [], []  # files first: whoever reads the output may leave
     if args.json and (unwritten := write_results(args.json, [_entry(each, params) for each in completions])):
         problems.append(unwritten)
-    if problems or not args.json:
-        _print_texts(completions)
+    print_texts = bool(problems) or not args.json
     recorded = None
     if args.record_trace:
         hashed = tokenizer_sha256(engine.model)
         recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
-        problems += _written(partial(recording.save, recorded), args.record_trace)
+        _write(partial(recording.save, recorded), args.record_trace, lines, problems)
     if args.timeline:
-        problems += _written(partial(write_timeline, messages=session.timeline), args.timeline)
-        print("\n".join(stage_summary(spans_by_rank(session.timeline))))
+        _write(partial(write_timeline, messages=session.timeline), args.timeline, lines, problems)
+        lines += stage_summary(spans_by_rank(session.timeline))
+    if print_texts:
+        _print_texts(completions)
+    print(*lines, sep="\n", end="\n" if lines else "")
     print(summary(RunReport(engine, args.placement, plan, trace, completions, seconds, ready, stats, recorded)))
     if problems:
         raise UserError("; ".join(problems))
     return exit_code
 
 
-def _written(write: Callable[[str], str], path: str) -> list[str]:
-    """Write the file and say so; what went wrong if it could not be."""
+def _write(write: Callable[[str], str], path: str, lines: list[str], problems: list[str]) -> None:
+    """Write the file: a line that says so, or else a problem."""
     try:
-        print(write(path))
+        lines.append(write(path))
     except UserError as error:
-        return [str(error)]
-    return []
+        problems.append(str(error))
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -141,4 +141,4 @@ def _entry(completion: Completion, params: SamplingParams) -> dict:
 def _print_texts(completions: list[Completion]) -> None:
     for completion in completions:
         shown = completion.prompt if completion.prompt is not None else f"{len(completion.prompt_token_ids)} tokens"
-        sys.stdout.write(f"=== {shown}\n{completion.text}\n\n")
+        print(f"=== {shown}\n{completion.text}\n")

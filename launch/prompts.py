@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 
 from placement.errors import UserError
+from placement.textfiles import write_whole
 
 KEYS = ("prompt", "prompt_token_ids")
 
@@ -89,7 +90,7 @@ def _as_prompt(value: object, where: str) -> Prompt:
 def write_results(path: str, results: list[dict]) -> str | None:
     """Write the file; what went wrong if it could not be written (the texts must then go elsewhere)."""
     try:
-        Path(path).write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(results, ensure_ascii=False, indent=1) + "\n")
     except OSError as error:
         return f"cannot write results to {path}: {error.strerror}; the texts were printed instead, give a writable path"
     return None

@@ -33,8 +33,8 @@ def be_rank(about: dict, engine: str) -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process without the interpreter's tear-down, which can abort where threads of libraries still run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # none where the shell closed it
+        stream.flush()
     os._exit(code)
 
 

@@ -14,6 +14,7 @@ from epmoe.config import EngineConfig, RankInfo
 from launch.failure import RankFailure
 from launch.front import Addresses, Front
 from launch.spawn import Ranks, write_inputs
+from placement.errors import UserError
 
 POLL_S = 0.05  # how soon a death is seen
 END_S = 20.0  # for ranks to report and leave once the last request is done
@@ -59,7 +60,7 @@ class Session:
 
     def __init__(self, starting: Starting, engine: EngineConfig, say: Callable[[str], None]) -> None:
         self.world = starting.world
-        self.run_dir = Path(tempfile.mkdtemp(prefix="epmoe-"))
+        self.run_dir = _run_folder()
         self._front: Front | None = None
         self._ranks: RankSet | None = None
         self._next_id = 0
@@ -72,8 +73,10 @@ class Session:
         try:
             self._front = Front(self.run_dir, starting.interface)
             self._ranks = starting.start(self.run_dir, self._front.addresses, engine, say)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise _no_folder(str(self.run_dir), error) from None
             raise
 
     def wait_ready(self, progress: Callable[[str, int, int], None] = lambda *_: None) -> dict[int, dict]:
@@ -148,6 +151,17 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="epmoe-"))
+    except OSError as error:
+        raise _no_folder("a folder for the run", error) from None
+
+
+def _no_folder(what: str, error: OSError) -> UserError:
+    return UserError(f"cannot write {what}: {error.strerror or error}; make room, or set TMPDIR to a folder with some")
 
 
 def spawned(ranks: int) -> Starting:

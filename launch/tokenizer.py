@@ -11,6 +11,8 @@ from epmoe.model_config import ModelConfig
 from launch.prompts import Prompt
 from placement.errors import UserError
 
+MOST_REASON = 200  # characters of another library's message
+
 
 def load_tokenizer(folder: str) -> Any:
     """The checkpoint's own tokenizer; the import takes seconds, so it comes while the ranks start."""
@@ -18,8 +20,10 @@ def load_tokenizer(folder: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # its files are read by several libraries, which raise what their parsers happen to
+        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+        if isinstance(error, (KeyError, TypeError, AttributeError)):
+            reason = f"{type(error).__name__} {reason} while reading its files"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason}; put its files beside the weights") from None
 
 

@@ -153,6 +153,15 @@ def test_a_stalled_rank_ends_the_run(start, model):
     assert run.leftovers() == []
 
 
+def test_a_rank_that_cannot_write_its_report_prints_it(tmp_path, capsys):
+    from epmoe.config import RankInfo
+    from epmoe.engine.worker import write_error
+
+    write_error(RankInfo(3, 4, 3, "", "", "", str(tmp_path / "gone")), None, ValueError("broken"))
+    err = capsys.readouterr().err
+    assert "rank 3: step 0, start: ValueError: broken" in err and "No such file" in err
+
+
 def test_torchrun_reads_the_error_of_a_rank(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +27,7 @@ from launch.front import Front
 from launch.plans import choose_plan
 from launch.prompts import Prompt, read_prompts, require_writable
 from launch.report import served_LW
-from launch.tokenizer import encode
+from launch.tokenizer import encode, load_tokenizer
 from placement.cost import evaluate
 from placement.errors import UserError
 from placement.plan import MoEShape, linear_plan, make_plan
@@ -134,6 +138,8 @@ MISTAKES = {
     "line is no JSON": (broken_jsonl, ["p.txt, line 2", "not JSON"]),
     "unknown key": (unknown_config_key, ["max_batch", "engine.json", "max_batch_tokens"]),
     "setting chosen elsewhere": (config_of_ranks, ["engine.json", "ranks", "--ranks"]),
+    "more threads than any machine has": (["--threads", "100000"], ["threads", "100000", "at most"]),
+    "more samples than memory holds": (["--n", "1000000000"], ["n is", "1000000000", "16384"]),
     "no path": (["--json", ""], ["''", "path"]),
     "wrong type": (config_of_wrong_type, ["block_size", "'16'", "int"]),
 }
@@ -187,6 +193,30 @@ def test_setting_that_changes_the_maths(model, tmp_path, capsys):
     assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
     line = one_line(capsys)
     assert "hidden_act" in line and "gelu" in line
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "{}", "[]", '{"model": 1, "added_tokens": []}'])
+def test_a_tokenizer_that_cannot_be_read(model, tmp_path, content):
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=f"cannot load the tokenizer of {tmp_path}: .{{5,}}; put its files"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_no_room_for_the_run(model, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert main(["generate", "--model", str(model), "--prompt", "x"]) == 2
+    line = one_line(capsys)
+    assert "No such file" in line and "TMPDIR" in line
+
+
+@pytest.mark.parametrize("target, code", [(">/dev/full", 1), (">&-", 0), ("| true", 141)])
+def test_output_that_nobody_takes(target, code):
+    command = f"set -o pipefail; sleep 0.3 | true; {sys.executable} -m launch --help {target}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("\n") == (code > 0) and "Traceback" not in done.stderr, done.stderr
 
 
 def test_hub_out_of_reach(capsys, tmp_path, monkeypatch):
@@ -419,6 +449,23 @@ def test_a_full_disk_costs_its_file_and_not_the_summary(model, prompts, tmp_path
     out, err = capsys.readouterr()
     assert err.count("cannot write /dev/full: No space left on device") == 1 and "Traceback" not in err
     assert "combine exact" in out and ("communication hidden" in out) == (option == "--timeline")
+
+
+def test_a_reader_that_leaves_costs_the_output_and_not_the_files(model, prompts, tmp_path):
+    argv = [*_generate(model, prompts, tmp_path / "out.json"), "--record-trace", str(tmp_path / "trace.npz")]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *argv],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    os.close(write)
+    assert done.returncode == 141 and done.stderr.splitlines()[-1].startswith("epmoe: stopped: nobody reads")
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "out.json").exists() and (tmp_path / "trace.npz").exists()
 
 
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):

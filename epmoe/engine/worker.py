@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -174,12 +175,15 @@ def write_error(info: RankInfo, comm: Comm | None, error: BaseException) -> None
         "traceback": "".join(traceback.format_exception(error)),
         "time": time.time(),
     }
+    message = f"rank {info.rank}: step {record['step']}, {record['stage']}: {record['kind']}: {error}"
     path = Path(info.run_dir) / f"error.rank{info.rank}.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    partial.rename(path)
+    try:
+        partial.write_text(json.dumps(record), encoding="utf-8")
+        partial.rename(path)
+    except OSError as unwritten:  # a full disk, say: the front shows the last lines of a rank that left no file
+        print(f"{record['traceback']}{message}\n(not in {path}: {unwritten.strerror})", file=sys.stderr, flush=True)
     if info.error_file:  # in the form of torch.distributed.elastic's error handler
-        message = f"rank {info.rank}: step {record['step']}, {record['stage']}: {record['kind']}: {error}"
         extra = {"py_callstack": record["traceback"], "timestamp": str(int(record["time"]))}
         report = {"message": {"message": message, "extraInfo": extra}}
         Path(info.error_file).write_text(json.dumps(report), encoding="utf-8")
