@@ -39,9 +39,10 @@ from bench_exchange import as_record, run_cases  # noqa: E402
 from exchange_bench_lib import Case  # noqa: E402
 from rank_group import label  # noqa: E402
 from report_links import links  # noqa: E402
-from report_model import LINK, Work, measure_model, model_folder  # noqa: E402
+from report_model import LINK, Work, measure_model  # noqa: E402
 from report_parts import Part, run_parts  # noqa: E402
 from report_promises import promises  # noqa: E402
+from report_replay import model_folder  # noqa: E402
 from report_simulated import nominal, predictions  # noqa: E402
 from report_text import markdown  # noqa: E402
 from report_warm import Warmers, warm_up  # noqa: E402

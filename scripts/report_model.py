@@ -1,30 +1,25 @@
 """A whole model on several ranks under several placements: the fourth part of multi_gpu_report.py.
 
-Weights are random; routing is that of recorded tokens.  A token's id is its row in the recording: the router computes
-what it always does, then its choice is replaced by the recorded one, and the token drawn after row t is row t + 1.
+Weights are random; routing is that of recorded tokens (see ``report_replay``).
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from model_bench_lib import QWEN3_30B, random_load
+from model_bench_lib import random_load
 from report_engine import Served, gathered, open_engine, serve
+from report_replay import model_folder, replay
 
 from epmoe.comm import Comm
 from epmoe.engine import homes as homes_module
 from epmoe.engine.engine import Engine
-from epmoe.model.decoder import Decoder
 from epmoe.model_config import ModelConfig
-from epmoe.moe.layer import MoELayer, Routing
 from epmoe.moe.timeline import Timeline, hidden_of
 from placement.cost import round_robin_homes
 from placement.homes import assign_homes, fit_affinity, score_routing
@@ -34,9 +29,8 @@ from placement.trace import Trace
 
 LINK = 390e9  # bytes a second between GPUs, where it was not measured
 STEPS = 4  # of prefill on every rank, about
+STAGES = ("attention", "router", "dispatch", "send", "arrive", "experts", "combine", "sum")
 PROBE = 32  # tokens whose routing chooses a request's home
-REHEARSAL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-             "moe_intermediate_size": 64, "intermediate_size": 64}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,51 +67,6 @@ class Work:
         path = Path(self.topology)
         found = Topology.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found if found is not None and found.ranks == ranks else uniform(ranks, bandwidth=LINK)
-
-
-@dataclass(frozen=True)
-class ReplayLayer(MoELayer):
-    """Routes as recorded: ``expert_VK`` int32, this layer's choices by recorded row.
-
-    ``rows``: the lanes' tokens (recorded rows) in the present step, one list for all layers; ``row_T``: one lane's.
-    """
-
-    expert_VK: torch.Tensor | None = None
-    rows: list[torch.Tensor] = field(default_factory=list)
-    row_T: torch.Tensor | None = None
-
-    def stages(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None, lane: int, *rest):
-        return MoELayer.stages(replace(self, row_T=self.rows[lane]), x_TD, valid_T, lane, *rest)
-
-    def route(self, x_TD: torch.Tensor, valid_T: torch.Tensor | None = None) -> Routing:
-        computed = super().route(x_TD, valid_T)
-        expert_TK = self.expert_VK[self.row_T]
-        slot_TK = self.serve_slot_E[expert_TK.long()]
-        if valid_T is not None:
-            slot_TK = slot_TK.where(valid_T[:, None], -1)
-        return Routing(computed.weight_TK, expert_TK, slot_TK)
-
-
-class ReplayDecoder(Decoder):
-    """Takes routing and the next token from a recording; everything else is computed."""
-
-    @torch.inference_mode()
-    def forward(self, lanes, cache, observe=None) -> torch.Tensor:
-        next(iter(self.moe.values())).rows[:] = [batch.token_T for batch in lanes]
-        logits = super().forward(lanes, cache, observe)
-        after = [batch.token_T if batch.sample_rows is None else batch.token_T[batch.sample_rows] for batch in lanes]
-        return logits.scatter_(1, (torch.cat(after) + 1)[:, None] % logits.shape[1], 1e4)
-
-
-def model_folder(trace: Trace, rehearse: bool) -> str:
-    """config.json of Qwen3-30B-A3B's attention and experts, with the recording's layers, experts and choices."""
-    L, E, K = trace.shape.num_layers, trace.shape.num_experts, trace.shape.top_k
-    values = QWEN3_30B | {"num_hidden_layers": L, "num_experts": E, "num_experts_per_tok": K}
-    if rehearse:
-        values |= REHEARSAL | {"vocab_size": trace.num_tokens}
-    folder = Path(tempfile.mkdtemp(prefix="replayed-"))
-    (folder / "config.json").write_text(json.dumps(values))
-    return str(folder)
 
 
 def measure_model(comm: Comm, save: Callable, seconds: float, work: Work, say: Callable | None = None) -> dict:
@@ -229,23 +178,27 @@ def measure_decode(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) ->
 
 
 def timed_stages(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
-    """Of one round in which stages are timed: the share of communication beside compute (the worst rank's), and
-    microseconds of experts and of communication a layer and step (the mean rank's)."""
+    """Of a run in which stages are timed: the share of communication beside compute (the worst rank's), and
+    microseconds of communication and of every stage a layer and step (the mean rank's)."""
     decoder = engine.runner.decoder
     for timeline in (None, Timeline(comm)):
         decoder.timeline = timeline
-        with_homes(homes, 1)
-        served = serve(engine, requests_of(work.held, 1, decode=0))
+        with_homes(homes, work.rounds)
+        serve(engine, requests_of(work.held, work.rounds, decode=0))
     decoder.timeline = comm.on_work = None
     spans = timeline.read()
-    hidden = hidden_of(spans)[-1]
     passes = len({(span.step, span.layer) for span in spans if span.stage == "experts"})
-    experts = sum(span.end - span.begin for span in spans if span.stage == "experts")
-    own = [hidden.share, experts / passes, hidden.communication / passes, float(passes), served.seconds]
-    share, experts, moved, passes, _ = np.array(gathered(comm, own)).T
+    stage_us = dict.fromkeys(STAGES, 0.0)
+    for span in spans:
+        if span.stage in stage_us:
+            stage_us[span.stage] += (span.end - span.begin) / passes
+    hidden = hidden_of(spans)[-1]
+    own = [hidden.share, hidden.communication / passes, float(passes), *stage_us.values()]
+    share, moved, passes, *stages = np.array(gathered(comm, own)).T
+    stage_us = {name: float(times.mean()) for name, times in zip(STAGES, stages)}
     return {
-        "hidden": float(share.min()), "experts_us": float(experts.mean()), "communication_us": float(moved.mean()),
-        "passes": float(passes.mean()),
+        "hidden": float(share.min()), "communication_us": float(moved.mean()), "passes": float(passes.mean()),
+        "stage_us": stage_us,
     }  # fmt: skip
 
 
@@ -269,18 +222,6 @@ def with_homes(homes: np.ndarray, rounds: int) -> None:
     """The engine's next requests get these homes, in order, on every rank alike."""
     queue = iter(np.tile(homes, rounds + 1).tolist())
     homes_module.assign_home = lambda *_: next(queue)
-
-
-def replay(engine: Engine, trace: Trace) -> None:
-    """Make an engine's decoder replay a recording."""
-    decoder = engine.runner.decoder
-    decoder.__class__ = ReplayDecoder
-    expert_LVK = torch.from_numpy(trace.expert_ids_TLK.astype(np.int32)).transpose(0, 1).contiguous()
-    expert_LVK = torch.cat([expert_LVK, expert_LVK[:, :1]], 1).to(engine.comm.device)  # the row behind the last
-    rows: list[torch.Tensor] = []
-    for row, (index, layer) in enumerate(decoder.moe.items()):
-        values = {name: getattr(layer, name) for name in layer.__dataclass_fields__}
-        decoder.moe[index] = ReplayLayer(**values, expert_VK=expert_LVK[row], rows=rows)
 
 
 def remote_rows(comm: Comm, before: dict, after: dict) -> float:

@@ -20,6 +20,7 @@ from rank_group import RankGroup
 
 from epmoe.comm import Comm
 
+DONE = ""  # the ranks are through with all parts
 GRACE = 5  # seconds over its time before a part's ranks are killed
 
 
@@ -68,6 +69,8 @@ def _run_group(where: tuple[int, str], parts: list[Part], ends: float, keep: Cal
                 if text != seen:
                     seen, state = text, json.loads(text)
                     keep(state["parts"])
+                if state["at"] == DONE:
+                    return DONE, ""
                 if why is None and time.monotonic() > min(state["until"], ends) + GRACE:
                     why = "it did not end within its time"
         finally:
@@ -117,6 +120,8 @@ def _serve_parts(comm: Comm, parts: list[Part], ends: float, answer: str) -> Non
         comm.all_gather_headers(np.zeros(1, np.int64))  # no rank begins the next part before all have ended this one
         if comm.rank == 0:
             print(f"   {part.name} took {time.monotonic() - began:.1f} s, {told(compiled)}", flush=True)
+    state["at"] = DONE
+    write()
 
 
 def count_compiles() -> list[tuple[str, float]]:

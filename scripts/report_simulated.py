@@ -10,7 +10,8 @@ from itertools import product
 from multiprocessing import get_context
 
 import numpy as np
-from report_model import Work, homes_of, model_folder
+from report_model import Work, homes_of
+from report_replay import model_folder
 
 from epmoe.model_config import ModelConfig
 from placement.cost import Calibration, evaluate
@@ -34,10 +35,10 @@ def calibrated(work: Work, row: dict) -> Calibration:
     timeline, and the rest of a layer so that its tokens a second are met."""
     config = ModelConfig.from_folder(model_folder(work.train, work.rehearse))
     plan = work.plans["linear"]
-    pairs = work.held.num_tokens * config.top_k * work.held.shape.num_layers / plan.ranks
+    pairs = work.rounds * work.held.num_tokens * config.top_k * work.held.shape.num_layers / plan.ranks
     calibration = replace(
         nominal(config, work.prefill_tokens * plan.ranks, work.rehearse),
-        pair_seconds=row["experts_us"] * row["passes"] / pairs / 1e6,
+        pair_seconds=row["stage_us"]["experts"] * row["passes"] / pairs / 1e6,
         overlap=row["hidden"] if row["overlap"] == "on" else 0.0,
     )
     bare = simulated(work, plan, homes_of(plan, work, "round-robin"), calibration)

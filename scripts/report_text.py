@@ -79,6 +79,15 @@ def _model(found: dict) -> list[str]:
             f"{row['remote_rows']:.3f}",
         ])  # fmt: skip
     lines += _table(head, rows)
+    lines += [
+        "",
+        "Microseconds of a layer's stages, from a run with every stage timed (`arrive` and `sum` wait for rows):",
+    ]
+    stages = [name for name in good[0]["stage_us"] if any(row["stage_us"][name] for row in good)] if good else []
+    cells = [
+        [row["plan"], row["homes"], row["overlap"], *(f"{row['stage_us'][s]:.0f}" for s in stages)] for row in good
+    ]
+    lines += ["", *_table(["plan", "homes", "lanes", *stages], cells)]
     for row in found["rows"]:
         if "failed" in row:
             lines.append(f"\n{row['plan']}, {row.get('homes', '')}, lanes {row.get('overlap', '')}: {row['failed']}")
