@@ -29,7 +29,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from epmoe.moe.lane_cost import StageTimes, choose_lanes  # noqa: E402
+from epmoe.moe.lane_cost import LaneTimes, StageTimes, choose_lanes  # noqa: E402
 from epmoe.moe.makespan import layer_tasks  # noqa: E402
 from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
 from epmoe.moe.timeline import Timeline  # noqa: E402
@@ -196,7 +196,7 @@ def decide(cases: list[dict], ranks: int) -> list[dict]:
     )
     decisions = []
     for case in cases:
-        lanes = choose_lanes((case["tokens"],) * ranks, table)
+        lanes = choose_lanes((case["tokens"],) * ranks, LaneTimes(table, table))
         us = case["us"]
         ratio = us["overlapped"] / us["unsplit"] if lanes == 2 else 1.0
         best = min(us.values()) / us["unsplit"]

@@ -10,7 +10,7 @@ from epmoe.comm import Comm
 from epmoe.config import EngineConfig
 from epmoe.engine.engine import Engine
 from epmoe.moe.calibrate import stage_us
-from epmoe.moe.lane_cost import StageTimes
+from epmoe.moe.lane_cost import LaneTimes
 from epmoe.moe.makespan import LAYER
 from epmoe.moe.timeline import COMPUTE, TRAVEL, Span
 
@@ -28,7 +28,7 @@ def test_stage_times_leave_out_waiting():
     assert stage_us(spans) == want
 
 
-def measured(comm: Comm, config: dict) -> tuple[StageTimes | None, dict]:
+def measured(comm: Comm, config: dict) -> tuple[LaneTimes | None, dict]:
     engine = Engine(EngineConfig.from_dict(config), comm)
     return engine.stage_times, engine.report()
 
@@ -50,8 +50,9 @@ def test_all_ranks_measure_the_same_table(rank_pool, config, budget, sizes):
     if sizes is None:
         assert times is None
         return
-    assert times.tokens == sizes and [stage for stage, _ in times.us] == sorted(LAYER)
-    assert all(us > 0 for stage, row in times.us for us in row)
+    for table in (times.one, times.two):
+        assert table.tokens == sizes and [stage for stage, _ in table.us] == sorted(LAYER)
+        assert all(us > 0 for stage, row in table.us for us in row)
 
 
 def test_a_run_that_decides_draws_the_same_tokens(rank_pool, config):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from epmoe.moe.lane_cost import StageTimes, choose_lanes, split_time, unsplit_time
+from epmoe.moe.lane_cost import LaneTimes, StageTimes, choose_lanes, split_time, unsplit_time
 from epmoe.moe.makespan import COMPUTE, LAYER, LINK, Task, layer_tasks, makespan
 from scripts.least_makespan import best_makespan, lower_bound
 
@@ -69,18 +69,29 @@ def test_times_between_and_beyond_the_measured_sizes():
     assert table.at("shared", 4) == 0
 
 
+def both(dispatch: float, fixed: float = 0.0) -> LaneTimes:
+    return LaneTimes(times(dispatch, fixed), times(dispatch, fixed))
+
+
 def test_two_lanes_where_they_hide_more_than_they_cost():
-    assert choose_lanes((1024,) * 4, times(0.5)) == 2
-    assert choose_lanes((1024,) * 4, times(0.0)) == 1  # nothing to hide
-    assert choose_lanes((1024,) * 4, times(0.01)) == 1  # less than the margin
-    assert choose_lanes((64,) * 4, times(0.5, fixed=1000)) == 1  # halves take as long as the whole
-    assert choose_lanes((1, 1, 0, 1), times(5.0)) == choose_lanes((0, 0), times(5.0)) == 1  # nobody can split
+    assert choose_lanes((1024,) * 4, both(0.5)) == 2
+    assert choose_lanes((1024,) * 4, both(0.0)) == 1  # nothing to hide
+    assert choose_lanes((1024,) * 4, both(0.01)) == 1  # less than the margin
+    assert choose_lanes((64,) * 4, both(0.5, fixed=1000)) == 1  # halves take as long as the whole
+    assert choose_lanes((1, 1, 0, 1), both(5.0)) == choose_lanes((0, 0), both(5.0)) == 1  # nobody can split
 
 
 def test_the_slowest_rank_decides():
-    table = times(0.5, fixed=300)
+    table = both(0.5, fixed=300)
     assert choose_lanes((16,) * 4, table) == 1
     assert choose_lanes((2048, 0, 0, 1), table) == choose_lanes((2048, 1, 0, 0), table) == 2
+
+
+def test_two_lanes_that_compute_on_fewer_sms_must_hide_more():
+    link = times(0.1)
+    slower = {stage: [1.2 * us for us in row] if stage in ("attention", "experts") else row for stage, row in link.us}
+    assert choose_lanes((1024,) * 4, both(0.1)) == 2
+    assert choose_lanes((1024,) * 4, LaneTimes(link, StageTimes.of(SIZES, slower))) == 1
 
 
 def test_half_lanes_of_no_overhead_take_the_makespan_of_the_schedule():

@@ -10,7 +10,7 @@ import numpy as np
 
 from epmoe.config import EngineConfig
 from epmoe.engine.scheduler import most_in_lane
-from epmoe.moe.lane_cost import StageTimes, choose_lanes
+from epmoe.moe.lane_cost import LaneTimes, choose_lanes
 
 HEADER_FIELDS = 32
 HEADER_NUMBERS = 8  # fields ahead of the homes
@@ -67,7 +67,7 @@ class Kind:
 
 
 def agreed_kind(
-    headers: list[Header], engine: EngineConfig, graphs: bool, times: StageTimes | None = None
+    headers: list[Header], engine: EngineConfig, graphs: bool, times: LaneTimes | None = None
 ) -> Kind | None:
     """What sort of step it is on every rank; ``None`` if no rank has a token.
 

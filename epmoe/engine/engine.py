@@ -18,7 +18,7 @@ import torch
 from epmoe.checkpoint import Loader, load_weights
 from epmoe.comm import Comm
 from epmoe.config import EngineConfig, check_engine
-from epmoe.engine.agreement import Header, Kind, agreed_kind
+from epmoe.engine.agreement import Header, Kind, agreed_kind, prompts_in_graphs
 from epmoe.engine.graphs import is_decode
 from epmoe.engine.home import rank_loads
 from epmoe.engine.homes import Homes
@@ -93,7 +93,8 @@ class Engine:
         cache = new_cache(self.model, engine, num_blocks, comm.device)
         self.stage_times = None
         if engine.overlap == "auto" and comm.world > 1:
-            self.stage_times = measure_stages(decoder, cache, engine.max_batch_tokens, engine.max_model_len)
+            lengths = engine.max_batch_tokens, engine.max_model_len
+            self.stage_times = measure_stages(decoder, cache, *lengths, engine.graphs and prompts_in_graphs(engine))
         if engine.timeline:
             decoder.timeline = Timeline(comm)
         self.runner = Runner(decoder, cache, engine, observe)

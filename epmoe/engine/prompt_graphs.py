@@ -25,6 +25,7 @@ from epmoe.engine.lane_arrays import LaneArrays, lane_arrays
 from epmoe.engine.scheduler import Chunk, split_at
 from epmoe.engine.staging import Staging, buffer_bytes, views
 from epmoe.model.decoder import Batch, Decoder, RoutingObserver
+from epmoe.moe.exchange import can_capture
 from epmoe.moe.timeline import Marks
 from epmoe.ops.prompt_batch import PromptBatch, PromptShape
 
@@ -73,9 +74,7 @@ class PromptGraphs:
 
     def run(self, chunks: list[Chunk], kind: Kind) -> torch.Tensor | None:
         """One step; logits of the sampling chunks, in order.  ``None``: this step's exchange cannot be captured."""
-        exchange = self.decoder.exchange
-        exchange = getattr(exchange, "current", exchange)
-        if not exchange.capturable or exchange.waits_for_counts or exchange.may_overflow:
+        if not can_capture(self.decoder.exchange):
             return None
         key = (kind.lanes, kind.tokens)
         at = self._captured.get(key) or self._open(*key)

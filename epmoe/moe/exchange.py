@@ -219,6 +219,12 @@ class Exchange(Protocol):
         ...
 
 
+def can_capture(exchange: Exchange) -> bool:
+    """Whether the present step's calls may be captured in a graph, and are right whatever it replays."""
+    now = getattr(exchange, "current", exchange)  # of "auto"
+    return now.capturable and not now.waits_for_counts and not now.may_overflow
+
+
 class RaisesItself:
     """Of exchanges over collectives: a rank that fails makes the collectives of its peers raise, and the order of peers
     is theirs."""

@@ -44,12 +44,20 @@ class StageTimes:
         return low + (high - low) * max(tokens - a, 0) / (b - a)
 
 
+@dataclass(frozen=True)
+class LaneTimes:
+    """What stages take in a step of one lane, and in one of two, whose kernels leave SMs to the exchange's."""
+
+    one: StageTimes
+    two: StageTimes
+
+
 @lru_cache(maxsize=1024)
-def choose_lanes(tokens_W: tuple[int, ...], times: StageTimes) -> int:
+def choose_lanes(tokens_W: tuple[int, ...], times: LaneTimes) -> int:
     """1 or 2 lanes for a step in which rank w has ``tokens_W[w]`` tokens."""
     if max(tokens_W) < 2:
         return 1
-    return 2 if split_time(tokens_W, times) <= GAIN * unsplit_time(tokens_W, times) else 1
+    return 2 if split_time(tokens_W, times.two) <= GAIN * unsplit_time(tokens_W, times.one) else 1
 
 
 def unsplit_time(tokens_W: Sequence[int], times: StageTimes) -> float:
