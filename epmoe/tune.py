@@ -20,13 +20,12 @@ from epmoe.ops.combine import weighted_sum
 from epmoe.ops.down_gemm import down_triton
 from epmoe.ops.experts import ExpertOptions, expert_sum
 from epmoe.ops.experts_fp8 import choose_fp8, down_fp8_triton, expert_mlp_fp8_triton, gate_up_fp8_triton
-from epmoe.ops.experts_fp8_vector import vector_down_fp8, vector_gate_up_fp8
 from epmoe.ops.experts_sparse import vector_down, vector_gate_up
 from epmoe.ops.fp8 import FP8, scale_shape
 from epmoe.ops.gate_up_gemm import gate_up_triton
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import MoEIndex, build_index_triton
-from epmoe.ops.tile_candidates import VECTORS, VECTORS_FP8, candidates, candidates_fp8
+from epmoe.ops.tile_candidates import VECTORS, candidates, candidates_fp8
 from epmoe.ops.tiles import Choice, choose
 from epmoe.ops.tuned import TunedCase
 
@@ -80,18 +79,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one kind of weights.  ``gate_up`` makes what ``down`` takes; both take an index and tiles.
-
-    The ``vector_`` ones are those of a single row.
-    """
+    """The kernels of one kind of weights.  ``gate_up`` makes what ``down`` takes; both take an index and tiles."""
 
     heuristic: Callable[[Problem], Choice]
     candidates: Callable[[int, int], list[tuple[int, int, TileConfig]]]
     gate_up: Callable[[Problem, MoEIndex, TileConfig], Any]
     down: Callable[[Problem, MoEIndex, TileConfig, Any], torch.Tensor]
-    vectors: tuple
-    vector_gate_up: Callable[[Problem, MoEIndex, tuple], torch.Tensor]
-    vector_down: Callable[[Problem, MoEIndex, tuple, torch.Tensor], torch.Tensor]
     whole: Callable[[Problem, Choice], torch.Tensor]
 
 
@@ -111,9 +104,6 @@ HALF = Kernels(
     candidates=candidates,
     gate_up=lambda p, index, tiles: gate_up_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
     down=lambda p, index, tiles, act: down_triton(act, index, p.weights, tiles),
-    vectors=VECTORS,
-    vector_gate_up=lambda p, index, tile: vector_gate_up(p.x_TD, index, p.weights, OPTIONS.act, tile),
-    vector_down=lambda p, index, tile, act: vector_down(act, index, p.weights, p.mix_TK, tile),
     whole=_whole_half,
 )
 EIGHT_BIT = Kernels(
@@ -121,9 +111,6 @@ EIGHT_BIT = Kernels(
     candidates=candidates_fp8,
     gate_up=lambda p, index, tiles: gate_up_fp8_triton(p.x_TD, index, p.weights, tiles, OPTIONS.act),
     down=lambda p, index, tiles, act: down_fp8_triton(act, index, p.weights, tiles, 0, p.x_TD.dtype),
-    vectors=VECTORS_FP8,
-    vector_gate_up=lambda p, index, tile: vector_gate_up_fp8(p.x_TD, index, p.weights, OPTIONS.act, tile),
-    vector_down=lambda p, index, tile, act: vector_down_fp8(act, index, p.weights, tile, p.x_TD.dtype),
     whole=_whole_fp8,
 )
 
@@ -213,14 +200,14 @@ def _finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: List
 
 
 def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: Listener) -> list[Choice]:
-    kernels, index = problem.kernels, problem.index(heuristic.rows)
-    act_KF = kernels.vector_gate_up(problem, index, heuristic.vector[0])
+    x_1D, weights, index = problem.x_TD, problem.weights, problem.index(heuristic.rows)
+    act_KF = vector_gate_up(x_1D, index, weights, OPTIONS.act, heuristic.vector[0])
     calls = {
         tile: {
-            GATE_UP: partial(kernels.vector_gate_up, problem, index, tile),
-            DOWN: partial(kernels.vector_down, problem, index, tile, act_KF),
+            GATE_UP: partial(vector_gate_up, x_1D, index, weights, OPTIONS.act, tile),
+            DOWN: partial(vector_down, act_KF, index, weights, problem.mix_TK, tile),
         }
-        for tile in kernels.vectors
+        for tile in VECTORS
     }
     us = _time_each(calls, timer, _copies(problem), listener)
     if not us:

@@ -68,20 +68,6 @@ def test_deterministic_rows_depend_neither_on_the_batch_nor_on_num_sms():
         assert torch.equal(outputs(rows), whole[rows])
 
 
-@pytest.mark.parametrize("sizes", [(6, 1024, 384, 4), (3, 384, 2048, 2)])
-def test_one_row(sizes):
-    """Matrix times vector, also where a step of 8 runs is wider than what is left."""
-
-    def run(x, index, weights, options):
-        out_MD = expert_mlp_fp8_triton(x, index, weights, options)
-        pairs = int(index.offset_L1[-1])
-        twin = expert_mlp_fp8_ref(x, index, weights, options)
-        assert not pairs or moe_cases.relative(out_MD[:pairs], twin[:pairs].float().cpu()) < 1e-2
-        return out_MD
-
-    fp8_cases.check_experts(run, build_index, "cuda", torch.bfloat16, (sizes,), (1,))
-
-
 def run_engine(folder, device: str, requests, **settings):
     """On a CPU by the twins, with 8-bit experts there too."""
     config = {"model": str(folder), "device": device, "max_model_len": 256, "num_blocks": 64, **settings}

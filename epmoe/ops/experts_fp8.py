@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from epmoe.ops.experts import ExpertOptions, activate_ref
-from epmoe.ops.experts_fp8_vector import vector_down_fp8, vector_gate_up_fp8
 from epmoe.ops.fp8 import BLOCK, dequantize, quantize_rows_ref, quantize_rows_triton, to_fp8
 from epmoe.ops.gate_up_gemm import activate
 from epmoe.ops.grouped_gemm import TileConfig, locate, rows_descriptor, zeros
@@ -201,7 +200,6 @@ STREAM_FOUR = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=4, s
 STREAM_32 = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
 BLOCKED_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3)
-VECTOR = (2, 8, 4), (4, 8, 4)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
     (24, 16, STREAM, STREAM_FOUR),
@@ -215,11 +213,13 @@ def choose_fp8(rows_RD: torch.Tensor, pairs: int, weights: Fp8ExpertWeights, det
     """Tiles for ``pairs`` pairs over the slots of ``weights``; one and the same in deterministic mode."""
     if deterministic:
         return Choice(PINNED_ROWS, BLOCKED, BLOCKED)
-    slots, _, features = weights.down.shape
+    slots, hidden, features = weights.down.shape
     _, rows, gate_up, down = next(row for row in BY_MEAN if pairs <= row[0] * slots)
+    if down is STREAM_FOUR and min(pairs, slots) * (hidden // BLOCK) < 2 * sm_count(rows_RD.device):
+        down = STREAM  # few tiles: more steps of each in flight
     if down is BLOCKED and features <= 1024:  # few steps: more programs hide the ends of tiles
         down = BLOCKED_THREE
-    return Choice(rows, gate_up, down, VECTOR if rows_RD.shape[0] == 1 else None)
+    return Choice(rows, gate_up, down)
 
 
 def _launch(kernel, operands: tuple, index: MoEIndex, tiles: int, config: TileConfig, num_sms: int, **more) -> None:
@@ -282,9 +282,6 @@ def expert_mlp_fp8_triton(
     expected = min(options.likely or pairs, pairs)
     choice = choice or options.measured(rows_RD, expected, weights)
     choice = choice or choose_fp8(rows_RD, expected, weights, options.deterministic)
-    if choice.vector:
-        act_KF = vector_gate_up_fp8(rows_RD, index, weights, options.act, choice.vector[0])
-        return vector_down_fp8(act_KF, index, weights, choice.vector[1], rows_RD.dtype)
     index = with_block_rows(index, choice.rows)
     act = gate_up_fp8_triton(rows_RD.contiguous(), index, weights, choice.gate_up, options.act, options.num_sms)
     return down_fp8_triton(act, index, weights, choice.down, options.num_sms, rows_RD.dtype)

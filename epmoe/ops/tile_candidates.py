@@ -32,8 +32,6 @@ CANDIDATES_FP8 = (
     (64, TileConfig(128, 128, 4, 3, 3)),
     (128, TileConfig(128, 128, 8, 4, 1)),
 )
-# (cols, runs of 128 columns, warps).
-VECTORS_FP8 = ((2, 8, 2), (2, 8, 4), (4, 8, 4), (4, 4, 4), (8, 4, 4), (2, 16, 4), (4, 16, 8), (8, 8, 8))
 
 
 def candidates(pairs: int, slots: int) -> list[tuple[int, int, TileConfig]]:

@@ -7,7 +7,6 @@ import torch
 from triton import knobs
 
 from epmoe.ops.experts_fp8 import down_fp8_triton, expert_mlp_fp8_ref, gate_up_fp8_triton
-from epmoe.ops.experts_fp8_vector import vector_down_fp8, vector_gate_up_fp8
 from epmoe.ops.fp8 import quantize_rows_ref, quantize_rows_triton
 from epmoe.ops.grouped_gemm import TileConfig
 from epmoe.ops.moe_index import build_index_ref, build_index_triton
@@ -53,19 +52,3 @@ def test_experts_in_tiles(rows, config):
 def test_twin():
     torch.manual_seed(2)
     fp8_cases.check_experts(expert_mlp_fp8_ref, build_index_ref, "cpu", torch.float32, ((5, 256, 384, 3),))
-
-
-def test_one_row():
-    """Matrix times vector, also where a step is wider than what is left; values of pairs that do not exist are NaN."""
-    torch.manual_seed(3)
-
-    def run(x, index, weights, options):
-        act_KF = vector_gate_up_fp8(x, index, weights, "silu", (4, 2, 4))
-        beyond = int(index.offset_L1[-1])
-        act_KF[beyond:] = float("nan")
-        out_MD = vector_down_fp8(act_KF, index, weights, (8, 2, 4), x.dtype)
-        twin = expert_mlp_fp8_ref(x, index, weights, options)
-        assert not beyond or moe_cases.relative(out_MD[:beyond], twin[:beyond].float()) < 1e-2
-        return out_MD
-
-    fp8_cases.check_experts(run, build_index_triton, "cpu", torch.float16, ((3, 384, 256, 2),), (1,))
