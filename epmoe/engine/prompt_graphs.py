@@ -83,9 +83,9 @@ class PromptGraphs:
             at.warm = True
             self._step(at)
             return self._drawn_from(parts)
-        if at.graph is None:
-            self._capture(at)
         timeline = self.decoder.timeline
+        if at.graph is None or (timeline is not None and at.marks is None):
+            self._capture(at)
         if timeline is not None:
             timeline.before(at.marks)
         self.decoder.exchange.comm.at.stage = "graph"

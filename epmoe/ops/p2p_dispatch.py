@@ -168,7 +168,7 @@ def dispatch_put(
     _dispatch_kernel[(ranks.number * options.programs,)](
         ranks.table_W,
         ranks.order_VW,
-        x_TD.contiguous().view(torch.int32),
+        x_TD.contiguous().view(-1).view(torch.int32),  # without rows the last stride may be anything
         slot_TK.contiguous(),
         weight_TK.contiguous(),
         index_TJ,
