@@ -27,7 +27,10 @@ cached tokens before the sequence's first query; its keys START..STOP; which par
 
 SHORTEST_RUN = 64
 PROGRAMS_PER_SM = 2
+MOST_SMS = 160  # of any GPU
 PARTS_AT_ONCE = 1024  # bounds the memory for parts
+PRODUCT_ROWS, PRODUCT_KEYS = 128, 256  # tile of `ops.latent_products`
+MOST_WEIGHTS = 1 << 28  # softmax weights that it may keep at once; for more keys latent tiles go one by one
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Tiling:
     """Rows and keys of a tile, the longest run of keys (None: all), warps, pipeline stages, a limit of registers.
 
     ``exact``: runs are cut at multiples of ``run`` and every tile is masked alike, so that a row's bits depend on
-    nothing but its own keys.
+    nothing but its own keys.  ``products``: by `ops.latent_products`.
     """
 
     rows: int
@@ -45,6 +48,7 @@ class Tiling:
     stages: int = 3
     exact: bool = False
     registers: int | None = None
+    products: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,13 @@ class Heads:
             return Tiling(16, 32) if self.group <= 16 else Tiling(64, 64, warps=8, stages=2)
         return Tiling(min(64, max(16, 1 << (self.group - 1).bit_length())), 64)
 
+    def decode_of(self, sequences: int, longest: int) -> Tiling:
+        """As ``decode``, by two products where there are many heads and the memory that their weights need."""
+        items = item_limit(sequences, 1, MOST_SMS, products=True)
+        few = items * PRODUCT_ROWS * longest <= MOST_WEIGHTS
+        many_heads = self.latent and not self.fixed and 64 < self.group <= PRODUCT_ROWS
+        return PRODUCTS if many_heads and few else self.decode
+
     @property
     def chunk(self) -> Tiling:
         """Tiles of prompt chunks."""
@@ -73,6 +84,7 @@ class Heads:
         return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8, stages=2, registers=128)
 
 
+PRODUCTS = Tiling(PRODUCT_ROWS, PRODUCT_KEYS, warps=8, products=True)
 FIXED = Tiling(64, 64, 512, exact=True)
 FIXED_LATENT = Tiling(64, 64, 512, warps=8, stages=2, exact=True)
 
@@ -103,6 +115,7 @@ class Work:
 
     Args:
         split: tiles may have several parts.
+        longest: no tile sees more keys (for ``products``).
     """
 
     tiling: Tiling
@@ -110,6 +123,7 @@ class Work:
     first_Y: torch.Tensor
     split: bool
     scratch: Scratch
+    longest: int = 0
 
 
 def run_length(keys: int, tiles: int, items: int, multiple: int) -> int:
@@ -118,9 +132,10 @@ def run_length(keys: int, tiles: int, items: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def item_limit(tiles: int, kv_heads: int, num_sms: int) -> int:
-    """Items of a step of ``tiles`` tiles whose keys are split: enough for every SM to have several programs."""
-    return tiles + -(-PROGRAMS_PER_SM * num_sms // kv_heads)
+def item_limit(tiles: int, kv_heads: int, num_sms: int, products: bool = False) -> int:
+    """Items of a step of ``tiles`` tiles whose keys are split: enough for every SM to have several programs; with
+    ``products``, of which an item has two, one."""
+    return tiles + (-(-num_sms // 2) if products else -(-PROGRAMS_PER_SM * num_sms // kv_heads))
 
 
 def cut(lens_N3: np.ndarray, group: int, tiling: Tiling, items: int | None) -> np.ndarray:
@@ -172,10 +187,11 @@ def eager_work(query_lens: list[int], kv_lens: list[int], heads: Heads, device: 
         return _launches(heads.decode, cut(lens_N3, heads.group, heads.decode, None), device)
     works = []
     single_N = queries_N == 1
-    for tiling, chosen_N in ((heads.decode, single_N), (heads.chunk, ~single_N)):
+    decode = heads.decode_of(int(single_N.sum()), int(kv_N.max()))
+    for tiling, chosen_N in ((decode, single_N), (heads.chunk, ~single_N)):
         if chosen_N.any():
             tiles = int(chosen_N.sum()) * -(-heads.group // tiling.rows)
-            limit = item_limit(tiles, heads.kv_heads, sm_count(device)) if chosen_N is single_N else None
+            limit = item_limit(tiles, heads.kv_heads, sm_count(device), tiling.products) if tiling is decode else None
             item_XF = cut(lens_N3[chosen_N], heads.group, tiling, limit)
             item_XF[:, SEQUENCE] = np.flatnonzero(chosen_N)[item_XF[:, SEQUENCE]]
             works += _launches(tiling, item_XF, device)
@@ -188,14 +204,14 @@ def _launches(tiling: Tiling, item_XF: np.ndarray, device: torch.device) -> list
     first_Y = np.flatnonzero(item_XF[:, PART] == 0)
     pieces = [item_XF]
     if split:
-        longest = int(item_XF[:, PARTS].max())
-        runs = np.searchsorted(first_Y, np.arange(0, len(item_XF), max(PARTS_AT_ONCE - longest, 1)))
+        most_parts = int(item_XF[:, PARTS].max())
+        runs = np.searchsorted(first_Y, np.arange(0, len(item_XF), max(PARTS_AT_ONCE - most_parts, 1)))
         pieces = np.split(item_XF, first_Y[np.unique(runs[(runs > 0) & (runs < len(first_Y))])])
-    most = max(len(piece) for piece in pieces)
+    most, longest = max(len(piece) for piece in pieces), int(item_XF[:, STOP].max(initial=0))
     scratch = Scratch(most if split else 0, int(item_XF[:, ROWS].max()), device)
     works = []
     for piece in pieces:
         first_Y = np.flatnonzero(piece[:, PART] == 0).astype(np.int32)
         item_XF, first_Y = (torch.from_numpy(x).to(device, non_blocking=True) for x in (piece, first_Y))
-        works.append(Work(tiling, item_XF, first_Y, split, scratch))
+        works.append(Work(tiling, item_XF, first_Y, split, scratch, longest))
     return works

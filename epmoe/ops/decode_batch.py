@@ -47,12 +47,12 @@ class DecodeBatch:
 
     def __init__(self, shape: DecodeShape, device: torch.device) -> None:
         self.shape, self.block_size = shape, shape.block_size
-        self._tiling = shape.heads.decode
+        self._tiling = shape.heads.decode_of(shape.sequences, shape.max_kv_len)
         tiles = shape.sequences * -(-shape.group // self._tiling.rows)
         if shape.fixed:
             self._items = tiles * -(-shape.max_kv_len // self._tiling.run)
         else:
-            self._items = item_limit(tiles, shape.kv_heads, sm_count(device))
+            self._items = item_limit(tiles, shape.kv_heads, sm_count(device), self._tiling.products)
         N, width = shape.sequences, -(-shape.max_kv_len // shape.block_size)
         self._sizes = 2 * N, 2 * N, tiles, self._items * FIELDS, N * width
         aligned = [-(-size // 4) * 4 for size in self._sizes]  # 16 bytes
@@ -67,7 +67,7 @@ class DecodeBatch:
         self.position_T, self.slot_T, first_Y, item_XF, table_PN = self._views(self._device_buffer)
         self.block_table_NP = table_PN.T
         scratch = Scratch(self._items, min(shape.group, self._tiling.rows), device)
-        self._work = [Work(self._tiling, item_XF, first_Y, split=True, scratch=scratch)]
+        self._work = [Work(self._tiling, item_XF, first_Y, True, scratch, shape.max_kv_len)]
         self.fill([], [])
 
     def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

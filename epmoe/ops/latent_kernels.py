@@ -13,6 +13,7 @@ import triton.language as tl
 from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, softmax_step, split_keys, takes_descriptor
 from epmoe.ops.attention_work import FIELDS, Work
 from epmoe.ops.grouped_gemm import rows_descriptor
+from epmoe.ops.latent_products import attend_by_products
 from epmoe.ops.launch import pdl_options, start_next_and_wait
 
 
@@ -130,7 +131,8 @@ def latent_attention_triton(
         assert size >= 16 and size & (size - 1) == 0, f"{d} columns of which {value_dim} are values: no powers of 2"
     out_THd = torch.empty((T, H, value_dim), dtype=q_THd.dtype, device=q_THd.device)
     for work in batch.work(1, H, tiled, latent=True):
-        _launch(q_THd.contiguous(), cache_HBSd, out_THd, batch, work, scale)
+        launch = attend_by_products if work.tiling.products else _launch
+        launch(q_THd.contiguous(), cache_HBSd, out_THd, batch, work, scale)
     return out_THd
 
 
