@@ -205,6 +205,7 @@ def open_comm(rank: int, world: int, device: torch.device, init_method: str, tim
     comm = Comm(rank, world, device, dist.group.WORLD, control)
     if rows_backend(comm.all_gather_headers(gpu_identity(device))) == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # torch warns where it is not the argument's
         comm.data, comm.on_nccl = dist.new_group(backend="nccl", timeout=timeout, pg_options=options), True
     return comm
 
