@@ -145,7 +145,7 @@ def pack_rows(
     block = min(triton.next_power_of_2(words), MAX_BLOCK)
     _pack_kernel[(bound,)](
         ranks.table_W,
-        x_TD.contiguous().view(torch.int32),
+        x_TD.contiguous().view(-1).view(torch.int32),
         slot_TK.contiguous(),
         weight_TK.contiguous(),
         hit_TW.view(torch.uint8),
