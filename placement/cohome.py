@@ -16,7 +16,7 @@ import numpy as np
 
 from placement.errors import UserError
 from placement.homes import COPY_SLACK, HOME_SLACK, Affinity, assign_homes, fit_affinity, remote_rows_RW
-from placement.joint import Budget, add_copies, improve, layer_limits, start_layout
+from placement.joint import Budget, add_copies, improve, layer_limits, start_layout, timed_from
 from placement.layout import Layout, Sample, draw_sample, even_price, home_weights, load_noise, plan_of, weights_of
 from placement.solution import Objective, Problem, Solution, finish
 from placement.team import one_hot
@@ -47,7 +47,8 @@ def place_with_homes(
     if problem.train is None or not len(problem.train.seq_lens):
         raise UserError("homes are chosen for requests; give a trace, not only counts")
     started, trace = time.perf_counter(), problem.train
-    problem, slack = replace(problem, homes=None), slack or (COPY_SLACK if problem.spare_slots else HOME_SLACK)
+    problem = timed_from(replace(problem, homes=None), started)
+    slack = slack or (COPY_SLACK if problem.spare_slots else HOME_SLACK)
     layout, history = _best_start(problem, slack, started)
     single = ROUNDS_BEFORE_COPIES if problem.spare_slots else ROUNDS
     rounds = single + (COPY_ROUNDS if problem.spare_slots else 0)

@@ -40,7 +40,7 @@ from placement.replicate import LayerTokens, improve_copies
 from placement.solution import Problem, Solution, finish
 from placement.states import layer_caps
 from placement.team import ChainData, Team, one_hot
-from placement.threads import usable_cores
+from placement.threads import end_with_parent, usable_cores
 from placement.transport import is_linear, polish
 
 HOT, COLD = 0.35, 0.12  # below it exchanges only undo each other
@@ -73,6 +73,7 @@ def solve_joint(problem: Problem) -> Solution:
 
         return solve_from_old(problem)
     started = time.perf_counter()
+    problem = timed_from(problem, started)
     if weights_of(problem) == Weights():
         return finish(problem, balanced_plan(problem), "joint", started)
     sample, layout = draw_sample(problem), start_layout(problem)
@@ -85,6 +86,13 @@ def solve_joint(problem: Problem) -> Solution:
         layout, more = improve(problem, sample, layout, budget)
         history += [(budget.started - started + at, value, bound) for at, value, bound in more]
     return finish(problem, plan_of(problem, layout), "joint", started, history=history)
+
+
+def timed_from(problem: Problem, started: float) -> Problem:
+    """The problem with progress told in seconds since ``started``, whichever of its searches tells it."""
+    if (tell := problem.progress) is None:
+        return problem
+    return replace(problem, progress=lambda _, best, bound: tell(time.perf_counter() - started, best, bound))
 
 
 def start_layout(problem: Problem) -> Layout:
@@ -161,7 +169,7 @@ def add_copies(problem: Problem, sample: Sample, layout: Layout) -> Layout:
     if workers == 1:
         found = [improve_copies(*task) for task in tasks]
     else:
-        with ProcessPoolExecutor(workers) as pool:
+        with ProcessPoolExecutor(workers, None, end_with_parent) as pool:
             found = [done.result() for done in [pool.submit(improve_copies, *task) for task in tasks]]
     return Layout(*map(list, zip(*found)))
 

@@ -18,6 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -175,16 +176,16 @@ class Plan:
             rule = raw["replica_rule"]
             return Plan(
                 shape=MoEShape(
-                    tuple(int(i) for i in model["moe_layers"]),
-                    int(model["num_experts"]),
-                    int(model["top_k"]),
+                    tuple(index(i) for i in model["moe_layers"]),
+                    index(model["num_experts"]),
+                    index(model["top_k"]),
                     str(model["name"]),
                     str(model["config_sha256"]),
                 ),
-                ranks=int(raw["ranks"]),
-                slots=tuple(tuple(tuple(int(e) for e in held) for held in layer) for layer in raw["slots"]),
+                ranks=index(raw["ranks"]),
+                slots=tuple(tuple(tuple(index(e) for e in held) for held in layer) for layer in raw["slots"]),
                 serve=None if rule == OWN_COPY else np.asarray(rule, np.int32),
-                affinity=None if raw["affinity"] is None else _file_name(raw["affinity"], source),
+                affinity=None if raw["affinity"] is None else _file_name(raw["affinity"]),
                 made_by=str(raw["made_by"]),
             )
         except UserError as error:
@@ -247,19 +248,20 @@ def _validate(plan: Plan) -> None:
         where = f"layer {layer}"
         if len(held_by_rank) != ranks:
             raise UserError(f"{where} lists {len(held_by_rank)} ranks, the plan says {ranks}; list every rank")
-        seen = np.zeros(shape.num_experts, np.int64)
+        seen: set[int] = set()
         for rank, held in enumerate(held_by_rank):
             if not held:
                 raise UserError(f"{where}: rank {rank} holds no expert; give every rank a slot or use fewer ranks")
             for expert in held:
                 if not 0 <= expert < shape.num_experts:
                     raise UserError(f"{where}, rank {rank}: expert {expert} is not in 0..{shape.num_experts - 1}")
-                seen[expert] += 1
+                seen.add(expert)
             if len(set(held)) != len(held):
                 twice = next(e for e in held if held.count(e) > 1)
                 raise UserError(f"{where}: rank {rank} holds expert {twice} twice; put replicas on distinct ranks")
-        if (missing := np.flatnonzero(seen == 0)).size:
-            raise UserError(f"{where}: expert {missing[0]} is on no rank ({missing.size} missing); place every expert")
+        if missing := shape.num_experts - len(seen):
+            first = next(expert for expert in range(shape.num_experts) if expert not in seen)
+            raise UserError(f"{where}: expert {first} is on no rank ({missing} missing); place every expert")
     if plan.serve is not None:
         _validate_serve(plan)
 
@@ -290,9 +292,9 @@ def _require_keys(raw: object, known: set[str], source: str) -> None:
         raise UserError(f"{source} has unknown keys {unknown}; expected only {sorted(known)}")
 
 
-def _file_name(value: object, source: str) -> str:
+def _file_name(value: object) -> str:
     if not isinstance(value, str) or not value or len(value.encode()) > 255 or "/" in value or "\0" in value:
-        raise UserError(f"{source}: affinity must be null or the name of a file beside the plan, got {value!r:.60}")
+        raise UserError(f"affinity must be null or the name of a file beside the plan, got {value!r:.60}")
     return value
 
 

@@ -15,6 +15,7 @@ from placement.profile import Profile, profile_traces
 from placement.topology import Topology, uniform
 from placement.trace import Trace, join
 
+MAX_EXPERTS = 4096
 Progress = Callable[[float, float, "float | None"], None]  # (seconds, best objective, bound)
 
 
@@ -264,6 +265,8 @@ def _slots(shape: MoEShape, topology: Topology, slots: int | None, redundant: in
 
 def _validate(problem: Problem) -> None:
     E, W, slots_W = problem.shape.num_experts, problem.ranks, problem.slots_W
+    if E > MAX_EXPERTS:
+        raise UserError(f"{E} experts in a layer; solvers keep tables of all pairs, of {MAX_EXPERTS} experts at most")
     total = int(slots_W.sum())
     if total < E:
         raise UserError(f"{total} slots on {W} GPUs cannot hold {E} experts; give at least {E} slots per layer")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.moves import Heat, LayerData, LayerSearch, Noise
+from placement.threads import end_with_parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,7 @@ _bench: _Bench | None = None  # of a worker process; the parent's own bench is a
 
 def _open_bench(chain: ChainData) -> None:
     global _bench
+    end_with_parent()
     _bench = _Bench(chain)
 
 

@@ -1,4 +1,4 @@
-"""How many cores there are for this process; keeps BLAS from starting threads of its own.
+"""How many cores there are for this process; workers end with their parent; BLAS starts no threads of its own.
 
 The solvers multiply many small matrices and bring their own parallelism. OpenBLAS would start a thread per core for
 each product, which then wait for each other by spinning: on a busy machine a bound took ten times the processor time.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _MAPS = Path("/proc/self/maps")
 _NAMES = tuple(f"{lead}openblas_set_num_threads{tail}" for lead in ("scipy_", "") for tail in ("64_", "_64", ""))
 
@@ -20,6 +23,15 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """For the start of a worker process: it ends when the process that made it does, also by a signal (on Linux).
+
+    Idle workers wait for work on a pipe that they hold the other end of too: without this they would wait for ever.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def one_blas_thread() -> int:

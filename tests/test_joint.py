@@ -1,7 +1,12 @@
 """The joint solver and its parts: exact changes, legal plans of any shape, the same plan on any number of cores."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +122,41 @@ def test_workers_are_as_many_as_cores_the_process_may_use():
     finally:
         os.sched_setaffinity(0, before)
     assert usable_cores() == len(before)
+
+
+KILLED_WHILE_SOLVING = """
+import multiprocessing, os, signal, sys
+sys.path[:0] = sys.argv[1:]
+from test_joint import random_trace
+from placement.joint import solve_joint
+from placement.solution import make_problem
+
+def killed(*state):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+solve_joint(make_problem(random_trace(800, 4, 16, 3), 4, objective="fan_out", threads=2, progress=killed))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by a call that Linux alone has")
+def test_workers_end_with_a_killed_solver():
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_SOLVING, *paths], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    workers = [int(pid) for pid in ended.stdout.split()]
+    assert len(workers) == 2
+    last = time.monotonic() + 20
+    while any(running(pid) for pid in workers) and time.monotonic() < last:
+        time.sleep(0.05)
+    assert not any(running(pid) for pid in workers)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_illegal_exchanges_are_all_that_is_refused():
