@@ -137,6 +137,11 @@ def eager_rounds(comm: Comm, case: Case, rounds: int, copy_from: int) -> int:
     return bad
 
 
+def all_rounds(comm: Comm, case: Case, eager: int, graphed: int) -> tuple[int, int]:
+    """Put and copy by size, then two lanes in a graph."""
+    return eager_rounds(comm, case, eager, case.bound), graph_rounds(comm, case, graphed)
+
+
 def over_nccl_and_p2p(comm: Comm, case: Case) -> tuple[bool, list[int], int]:
     """Whether rows go over NCCL, what came when rank w sent everybody w, and the bad ones of 20 rounds."""
     rows = torch.full((comm.world, 1), comm.rank, device=comm.device)

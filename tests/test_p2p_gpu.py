@@ -8,10 +8,9 @@ import torch
 from drive import Script, drive, merge
 from p2p_cases import Case, VirtualExchange, inputs, lockstep_ranks, lockstep_round, reference
 from p2p_ranks import (
+    all_rounds,
     die_in_a_round,
     drive_engine,
-    eager_rounds,
-    graph_rounds,
     lose_a_rank_in_a_step,
     over_nccl_and_p2p,
     run_ranks,
@@ -82,25 +81,21 @@ def test_a_wait_ends_at_its_time_limit_and_the_ones_behind_it_at_once():
 
 @pytest.mark.parametrize("world", SMALL)
 def test_processes_sharing_a_gpu(world):
-    case = SMALL[world]
-    assert run_ranks(world, eager_rounds, case, 20, case.bound) == [0] * world  # put and copy, by size
-    assert run_ranks(world, graph_rounds, case, 20) == [0] * world
+    assert run_ranks(world, all_rounds, SMALL[world], 20, 20) == [(0, 0)] * world
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world", SMALL)
 def test_a_thousand_rounds(world):
-    case = SMALL[world]
-    assert run_ranks(world, eager_rounds, case, 500, case.bound, timeout_s=180) == [0] * world
-    assert run_ranks(world, graph_rounds, case, 250, timeout_s=180) == [0] * world
+    """500 eager ones, and 250 replays of two with an eager one behind every third."""
+    assert run_ranks(world, all_rounds, SMALL[world], 500, 250, timeout_s=180) == [(0, 0)] * world
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("reduce", [False, True])
 def test_a_gpu_for_each_rank(reduce):
     case = Case(2, 48, 64, 8, 1024, 8, BF16, reduce)
-    assert run_ranks(2, eager_rounds, case, 100, case.bound, gpus=2) == [0, 0]
-    assert run_ranks(2, graph_rounds, case, 100, gpus=2) == [0, 0]
+    assert run_ranks(2, all_rounds, case, 100, 100, gpus=2) == [(0, 0)] * 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -123,21 +118,32 @@ def engine_config(model: str, **more) -> dict:
     return {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True, **more}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_engine_draws_the_same_tokens(tmp_path, world):
-    """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
-    model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
-    random = np.random.default_rng(world)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("p2p"), "qwen3_moe", num_experts=10, top_k=3))
+
+
+@pytest.fixture(scope="module")
+def script():
+    random = np.random.default_rng(0)
     sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     prompts = [random.integers(0, 90, n).tolist() for n in (1, 15, 17, 60)]
-    script = Script([(n, prompt, sampling) for n, prompt in enumerate(prompts)], want_logits=True)
-    alone = drive(Comm(0, 1, torch.device("cuda")), engine_config(model), script)
-    shape = ModelConfig.from_folder(model).moe_shape
-    plan = plan_from_ranks(
-        shape, world, np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
-    )
-    over = engine_config(model, ranks=world, plan=plan.to_json(), exchange="p2p", combine="exact")
-    results = run_ranks(world, drive_engine, over, script, timeout_s=70)
+    return Script([(n, prompt, sampling) for n, prompt in enumerate(prompts)], want_logits=True)
+
+
+@pytest.fixture(scope="module")
+def alone(model, script):
+    return drive(Comm(0, 1, torch.device("cuda")), engine_config(model), script)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_engine_draws_the_same_tokens(model, script, alone, world):
+    """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
+    random, shape = np.random.default_rng(world), ModelConfig.from_folder(model).moe_shape
+    ranks_LE = np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
+    plan = plan_from_ranks(shape, world, ranks_LE).to_json()
+    config = engine_config(model, ranks=world, plan=plan, exchange="p2p", combine="exact")
+    results = run_ranks(world, drive_engine, config, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
     assert all(np.array_equal(logits, alone.logits[key].float().cpu().numpy()) for key, logits in merged.logits.items())
@@ -145,9 +151,8 @@ def test_the_engine_draws_the_same_tokens(tmp_path, world):
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_the_engine_that_loses_a_rank_says_where(tmp_path, graphs):
+def test_the_engine_that_loses_a_rank_says_where(model, graphs):
     """Step, layer and stage of what the device waited for, also where the host's next collective broke first."""
-    model = str(save_tiny(tmp_path, "qwen3_moe", num_experts=10, top_k=3))
     sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     script = Script([(n, [5, 6, 7 + n], sampling) for n in range(6)])
     config = engine_config(model, graphs=graphs, ranks=4, exchange="p2p", combine="exact")
