@@ -54,7 +54,7 @@ NAMINGS = (  # first match wins; parts of a step by the names of their kernels
     ("attention", r"attend|attention|_merge_|flash|fmha"),
     ("norms", r"norm"),
     ("rotary and KV write", r"qkv"),
-    ("router", r"_route"),
+    ("router", r"route_kernel"),
     ("pairs to experts", r"_place_|_count_kernel|_schedule|index_build|histogram"),
     ("expert sum", r"weighted_sum|combine"),
     ("linear (qkv, o, router logits, head)", r"gemm|gemv|nvjet|cutlass|splitK|cublas|_linear|^_vector_kernel"),

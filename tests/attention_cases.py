@@ -147,12 +147,8 @@ LATENT = [(3, 32, 16), (16, 64, 16), (128, 512, 64)]  # heads, value columns, ro
 
 def check_latent(shape, dtype, device, tiled: bool, lens=LENS, block_size: int = 16) -> None:
     """The latent kernel and its twin against float64 loops: prompts, mixed steps, and a refilled decode batch."""
-    H, value_dim, rope = shape
-    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device, block_size)
-    cache.v = [k[..., :value_dim] for k in cache.k]
-    cache.scale = 0.7 * (value_dim + rope) ** -0.5
-    cache.cache = cache.cache[:1].clone()
-    cache.write = lambda n, stop: write_latent(cache, n, stop)
+    value_dim = shape[1]
+    cache = latent_cache(shape, dtype, device, lens, block_size)
     spans = [(n, 0, max(1, length - 3)) for n, length in enumerate(lens)]
     rest = [(n, stop, lens[n]) for n, _, stop in spans if stop < lens[n]]
     mixed = [(n, b - 1, b) if n % 2 else (n, a, b) for n, a, b in rest]
@@ -163,6 +159,23 @@ def check_latent(shape, dtype, device, tiled: bool, lens=LENS, block_size: int =
     if device == "cpu":
         out = latent_attention_ref(cache.queries(mixed), cache.cache, batch, cache.scale, value_dim, tiled)
         cache.require_right(out, mixed)
+    check_latent_decode(cache, value_dim, tiled)
+
+
+def latent_cache(shape, dtype, device, lens, block_size: int) -> Cache:
+    H, value_dim, rope = shape
+    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device, block_size)
+    cache.v = [k[..., :value_dim] for k in cache.k]
+    cache.scale = 0.7 * (value_dim + rope) ** -0.5
+    cache.cache = cache.cache[:1].clone()
+    cache.write = lambda n, stop: write_latent(cache, n, stop)
+    return cache
+
+
+def check_latent_decode(cache: Cache, value_dim: int, tiled: bool) -> None:
+    """Buffers refilled, with padding."""
+    lens, device = cache.lens, cache.device
+    H, d = cache.q[0].shape[1:]
     for n, length in enumerate(lens):
         cache.write(n, length)
     batch = decode_batch(
@@ -171,7 +184,7 @@ def check_latent(shape, dtype, device, tiled: bool, lens=LENS, block_size: int =
     for chosen in ([1], list(range(len(lens)))):
         spans = [(n, lens[n] - 1, lens[n]) for n in chosen]
         batch.fill([lens[n] for n in chosen], [cache.blocks[n] for n in chosen])
-        q = torch.zeros(len(lens) + 1, H, value_dim + rope, dtype=dtype, device=device)
+        q = torch.zeros(len(lens) + 1, H, d, dtype=cache.q[0].dtype, device=device)
         q[: len(chosen)] = cache.queries(spans)
         out = latent_attention_triton(q, cache.cache, batch, cache.scale, value_dim, tiled)
         cache.require_right(out[: len(chosen)], spans)

@@ -38,6 +38,13 @@ def test_latent(shape, dtype, tiled):
     attention_cases.check_latent(shape, dtype, "cpu", tiled, SHORT)
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_latent_decode_of_many_heads(block_size):
+    """As two products; the last sequence in parts."""
+    cache = attention_cases.latent_cache((70, 32, 16), DTYPES[1], "cpu", [1, 17, 600], block_size)
+    attention_cases.check_latent_decode(cache, 32, False)
+
+
 def test_no_tokens():
     batch = attention_cases.Cache([3], (4, 2, 16), torch.float32, "cpu").batch([])
     q = torch.empty(0, 4, 16)
