@@ -99,6 +99,8 @@ class LLM:
         self.plan, _ = choose_plan(placement, trace, self._model.moe_shape, ranks)
         record = None
         if record_trace is not None:
+            if not isinstance(record_trace, (str, Path)):
+                raise UserError(f"record_trace is {record_trace!r}; give a path for the trace's file")
             require_writable(str(record_trace))
             engine = replace(engine, record_tokens=recording.limit_per_rank(record_tokens, ranks))
             record = _Recording(str(record_trace), self._model.moe_shape, tokenizer_sha256(engine.model))
@@ -188,6 +190,8 @@ class LLM:
 
     def _prompt_of(self, messages: Sequence[dict], number: int, template: dict) -> Prompt:
         tokenizer, where = self.tokenizer, f"conversation {number}"
+        if "tokenize" in template or "conversation" in template:
+            raise UserError("chat writes out and tokenizes the messages itself; leave tokenize and conversation out")
         if template.get("chat_template") is None and not tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer of {self.engine.model} has no chat template; pass chat_template=TEXT, or use generate"

@@ -47,8 +47,11 @@ def with_plan(engine: EngineConfig, plan: Plan, placement: str | Path | Plan) ->
 def _read(paths: str | Path | Sequence[str | Path] | None, shape: MoEShape) -> Trace | None:
     if not paths:
         return None
+    listed = list(paths) if isinstance(paths, (list, tuple)) else [paths]
+    if not all(isinstance(path, (str, Path)) for path in listed):
+        raise UserError(f"trace is {paths!r}; give a trace's file, or a list of them")
     traces = []
-    for path in [paths] if isinstance(paths, str | Path) else paths:
+    for path in listed:
         for file in sorted(DEMO_FOLDER.glob("trace_*.npz")) if path == DEMO else [path]:
             traces.append(load_trace(file))
             shape.require_same(traces[-1].shape, "the model", f"trace {file}")

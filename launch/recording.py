@@ -30,8 +30,8 @@ class Recorded:
 
 def limit_per_rank(tokens: int, ranks: int) -> int:
     """Each rank's share of a limit over all ranks."""
-    if tokens < 1:
-        raise UserError(f"record_tokens is {tokens}; it must be at least 1 where a trace is recorded")
+    if type(tokens) is not int or tokens < 1:
+        raise UserError(f"record_tokens is {tokens!r}; it must be a whole number of at least 1")
     return -(-tokens // ranks)
 
 

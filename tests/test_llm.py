@@ -232,6 +232,11 @@ def test_a_conversation_is_a_list(llm, messages):
         llm.chat(messages, GREEDY)
 
 
+def test_chat_tokenizes_itself(llm):
+    with pytest.raises(UserError, match="leave tokenize"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, tokenize=True)
+
+
 def test_a_closed_llm_says_so(model):
     llm = LLM(model, threads=1)
     llm.close()
@@ -257,6 +262,10 @@ def test_stream_takes_one_prompt(llm):
         ({"placement": linear_plan(MoEShape((0, 1, 2), 5, 2, "x"), 3), "ranks": 2}, "3 ranks.*has 2"),
         ({"record_trace": "/nowhere/t.npz"}, "/nowhere/t.npz"),
         ({"record_trace": "t.npz", "record_tokens": 0}, "record_tokens is 0"),
+        ({"record_trace": "t.npz", "record_tokens": "many"}, "record_tokens is 'many'"),
+        ({"record_trace": 5}, "record_trace is 5.*path"),
+        ({"placement": "greedy", "trace": 5}, "trace is 5.*file"),
+        ({"placement": "greedy", "trace": ["t.npz", 5]}, "trace is .*5.*file"),
     ],
 )
 def test_mistakes_at_the_start(model, settings, words):
