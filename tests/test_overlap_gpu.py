@@ -132,6 +132,12 @@ def test_timeline_of_two_lanes(pool, model, exchange):
         assert 0 <= found.beside <= found.communication
 
 
+def test_an_engine_sums_products_in_float32(model):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    Engine(EngineConfig.from_dict(settings(model)), Comm(0, 1, torch.device("cuda", 0)))
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
 def test_fewer_sms_for_blas_change_no_more_than_rounding():
     x, weight = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     want = torch.nn.functional.linear(x.double(), weight.double())

@@ -36,6 +36,7 @@ from epmoe.moe.exchange import Exchange, Traffic
 from epmoe.moe.open_exchange import open_exchange
 from epmoe.moe.peer_order import expected_rows
 from epmoe.moe.timeline import Timeline
+from epmoe.ops.blas import sum_in_float32
 from epmoe.ops.tuned import Tuned
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 
@@ -68,6 +69,7 @@ class Engine:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.engine, self.comm = engine, comm
+        sum_in_float32()
         self.model = ModelConfig.from_folder(engine.model)
         check_engine(engine, self.model)
         self.plan = read_plan(engine, self.model, comm.world)
