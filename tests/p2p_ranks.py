@@ -226,15 +226,17 @@ def timed(call: Callable) -> float:
     return time.monotonic() - begin
 
 
-def lose_a_rank_in_a_step(comm: Comm, config: dict, script) -> str:
+def lose_a_rank_in_a_step(comm: Comm, config: dict, script, seen: bool) -> str:
     """Rank 1 is killed between the agreement on step 12 and its forward pass; what the others report, and how long it
-    took until then and until nothing ran on their device."""
+    took until then and until nothing ran on their device.  ``seen``: whether ends of processes show."""
     from drive import Engine, EngineConfig
 
     from epmoe.engine.watchdog import watch
     from epmoe.engine.worker import cause_of
 
     engine = Engine(EngineConfig.from_dict(config), comm)
+    if not seen:
+        engine.runner.decoder.exchange.memory.processes[:] = [None] * comm.world
     watch(comm.at, 60, lambda error: None, engine.runner.decoder.exchange.watch_peers)
     launch = engine.runner.launch
 

@@ -1,6 +1,8 @@
 """What p2p says and reserves before any rank exists."""
 
 import os
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -73,6 +75,29 @@ def test_of_several_that_ended_the_one_waited_for_is_named(monkeypatch, gone, pe
     exchange.host[RECORD] = (1 << 63 | 4 << 32 | 3 << 16 | 1 << 14 | ABORTED << 12 | 1) - (1 << 64)
     with pytest.raises(PeerFailed, match=f"step 4, layer 2, combine: rank {peer} is gone"):
         exchange.raise_if_failed()
+
+
+@pytest.mark.parametrize("stage,named", [("agree", True), ("experts", False)])
+def test_where_ends_of_processes_do_not_show_a_broken_agreement_names_the_peer(monkeypatch, stage, named):
+    """As in containers that hide their neighbours.  A rank's own error, at another stage, is not a peer's."""
+    exchange = lockstep_ranks(Case(3, 2, 2, 2, 16, 2, torch.float32, False))[2]
+    monkeypatch.setattr(PeerMemory, "gone", lambda memory: [])
+    exchange.comm.at.stage = stage
+    done = threading.Event()
+
+    def device() -> None:
+        while not done.wait(0.01):
+            if exchange.host[ABORT]:
+                exchange.host[RECORD] = (1 << 63 | 4 << 32 | 3 << 16 | ABORTED << 12 | 1) - (1 << 64)
+
+    thread = threading.Thread(target=device)
+    thread.start()
+    try:
+        with pytest.raises(PeerFailed, match="step 4, layer 2, dispatch: rank 1 was") if named else nullcontext():
+            exchange.raise_if_failed(patience_s=0.1)
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

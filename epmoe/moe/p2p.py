@@ -165,12 +165,20 @@ class P2P:
         return replace(failure, peer=failure.peer if waited_for_it else self._gone[0], reason=GONE)
 
     def raise_if_failed(self, patience_s: float = 0.0) -> None:
+        failure = self._failure_within(patience_s)
+        if failure is None and patience_s and self.comm.at.stage == "agree":
+            # The ranks' agreement broke and no process is seen to have ended: what the device waits for is lost.
+            self.host[ABORT] = 1
+            failure = self._failure_within(1.0)
+        if failure is not None:
+            raise PeerFailed(str(failure))
+
+    def _failure_within(self, patience_s: float) -> Failure | None:
         deadline = time.monotonic() + patience_s
         while (failure := self.failure()) is None and time.monotonic() < deadline:
             self.watch_peers()  # a process's sockets close before its end shows
             time.sleep(0.01)
-        if failure is not None:
-            raise PeerFailed(str(failure))
+        return failure
 
     def watch_peers(self) -> None:
         """Any thread, now and then: if a peer's process has ended, no wait of this rank goes on."""
