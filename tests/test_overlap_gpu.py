@@ -42,7 +42,8 @@ def model(tmp_path_factory):
 
 
 def settings(model: str, **more) -> dict:
-    return {"model": model, "device": "cuda", "max_model_len": 128, "num_blocks": 64, "deterministic": True, **more}
+    sizes = {"max_model_len": 128, "num_blocks": 64}
+    return {"model": model, "device": "cuda", "deterministic": True, **sizes, **more}
 
 
 def drive_here(comm: Comm, config: dict, script: Script):
@@ -67,8 +68,8 @@ def test_two_lanes_draw_the_same_bits(pool, model, exchange):
     assert all(torch.equal(logits, alone.logits[key]) for key, logits in merged.logits.items())
 
 
-def check_uneven(pool, model: str, seed: int, waves: int, exchange: str) -> None:
-    config = settings(model, ranks=2, max_batch_tokens=64, exchange=exchange)
+def check_uneven(pool, model: str, seed: int, waves: int, how: dict) -> None:
+    config = settings(model, ranks=2, max_batch_tokens=64, dtype="float32", **how)
     script = uneven_script(seed, waves)
     lanes, plain = (
         merge(pool.run(drive_here, config | {"overlap": overlap}, script, timeout_s=300)) for overlap in ("on", "off")
@@ -77,12 +78,22 @@ def check_uneven(pool, model: str, seed: int, waves: int, exchange: str) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("exchange", ["p2p", "alltoall"])
-def test_uneven_ranks_for_three_minutes(pool, model, exchange):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"exchange": "p2p"},
+        {"exchange": "alltoall"},
+        {"exchange": "p2p", "deterministic": False},  # steps with prompts are graphs too
+    ],
+    ids=["p2p", "alltoall", "graphs"],
+)
+def test_uneven_ranks_for_three_minutes(pool, model, how):
+    """A minute each."""
     started, seed = time.monotonic(), 1
-    while time.monotonic() - started < 90:
-        check_uneven(pool, model, seed, 12, exchange)
+    while time.monotonic() - started < 60:
+        check_uneven(pool, model, seed, 12, how)
         seed += 1
+    print(f"{seed - 1} scripts")
 
 
 def timed(comm: Comm, config: dict) -> tuple[list, list]:
