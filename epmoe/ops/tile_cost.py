@@ -95,16 +95,21 @@ def product_us(layer: Layer, form: Form, speed: Speed, weight_rows: int, width: 
     return START_US + (work**SHARP + memory**SHARP) ** (1 / SHARP)
 
 
-def fastest(layer: Layer, forms: Iterable[Form]) -> tuple[tuple[int, int], TileConfig, TileConfig]:
-    """((rows, tail), tiles of gate_up, tiles of down) that take least together; both products share the blocks.
+def worth(form: Form, layer: Layer) -> bool:
+    """Whether the form is near: blocks around the mean of a slot, and tails where that is at most one and a half.
 
-    Only what was measured counts: blocks near the mean of a slot, and tails where it is at most one block and a half.
+    The constants were fitted to such cases only.
     """
     near = block_rows(layer.pairs, layer.slots)
+    return near // 2 <= form.rows <= max(2 * near, 32) and not (form.tail and layer.mean > 1.5 * form.rows)
+
+
+def fastest(layer: Layer, forms: Iterable[Form]) -> tuple[tuple[int, int], TileConfig, TileConfig]:
+    """((rows, tail), tiles of gate_up, tiles of down) that take least together; both products share the blocks."""
     best: dict[tuple[int, int], list] = {}
     sizes = (2 * layer.features, layer.hidden), (layer.hidden, layer.features)
     for form in forms:
-        if not near // 2 <= form.rows <= max(2 * near, 32) or (form.tail and layer.mean > 1.5 * form.rows):
+        if not worth(form, layer):
             continue
         mine = best.setdefault((form.rows, form.tail), [(inf, form.tiles)] * 2)
         for part, speed in enumerate((form.gate_up, form.down)):

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Measure every form of tiles over shapes and numbers of tokens; fit the constants that `tile_cost` predicts with.
+
+    scripts/fit_tiles.py --measure FILE [--shapes E,K,D,F ...] [--tokens T ...] [--seconds 60]     (on a GPU)
+    scripts/fit_tiles.py --fit FILE [FILE ...]                                                    (anywhere)
+
+``--measure`` times both products of each form alone (graph replay, L2 flushed) and adds to FILE.  ``--fit`` prints the
+table of `epmoe/ops/tiles.py`, how far its choices are from the fastest form of each case, and the same for each
+shape with constants fitted to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from epmoe.ops.tile_cost import SMS, Form, Layer, Speed, fastest, product_us, worth  # noqa: E402
+from epmoe.ops.tiles import FORMS  # noqa: E402
+
+SHAPES = ("64,6,2048,1408", "60,4,2048,1408", "16,2,4096,6400", "128,8,4096,1536", "32,4,7168,2048", "8,2,6144,16384")
+TOKENS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LOW, HIGH = (50.0, 0.0, 2.5), (1000.0, 12.0, 4.8)
+STARTS = ((600.0, 0.5, 4.2), (300.0, 1.0, 4.0), (150.0, 0.2, 4.3))
+PARTS = ("gate_up", "down")
+
+
+def layer_of(case: dict) -> Layer:
+    experts, top_k, hidden, features = case["shape"]
+    return Layer(experts, hidden, features, case["tokens"] * top_k, SMS)
+
+
+def sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Weight rows and width of both products."""
+    return (2 * layer.features, layer.hidden), (layer.hidden, layer.features)
+
+
+def key(form: Form) -> str:
+    t = form.tiles
+    marks = "".join(f" {name}" for name in ("swap", "flatten", "specialised") if getattr(t, name))
+    return f"{form.rows}+{form.tail} {t.cols}x{t.depth} {t.warps} warps {t.stages} stages {t.per_sm} per SM{marks}"
+
+
+KNOWN = {key(form): form for form in FORMS}
+
+
+def measure(path: Path, shapes: list[str], tokens: list[int], seconds: float) -> None:
+    import torch
+
+    from epmoe.tune import OPTIONS, Shape, Timer, down_triton, gate_up_triton, problem, random_weights
+
+    started, timer = time.monotonic(), Timer()
+    cases = json.loads(path.read_text()) if path.is_file() else []
+    for shape in (Shape(*map(int, text.split(","))) for text in shapes):
+        weights = random_weights(shape, torch.bfloat16)
+        for count in tokens:
+            if time.monotonic() - started > seconds:
+                print(f"out of time before {shape} at {count} tokens")
+                return
+            p, us = problem(shape, weights, count), {}
+            act_MF = None
+            for name, form in KNOWN.items():
+                if not worth(form, Layer(shape.experts, shape.hidden, shape.features, p.pairs, SMS)):
+                    continue
+                index = p.index(form.rows, form.tail)
+                one = partial(gate_up_triton, p.x_TD, index, weights, form.tiles, OPTIONS.act)
+                act_MF = one() if act_MF is None else act_MF
+                two = partial(down_triton, act_MF, index, weights, form.tiles)
+                times = timer.compare({PARTS[0]: [one], PARTS[1]: [two]}, 1, 4 if count <= 1024 else 2)
+                us[name] = [round(times[part], 1) for part in PARTS]
+            sizes_now = [shape.experts, shape.top_k, shape.hidden, shape.features]
+            cases.append({"shape": sizes_now, "tokens": count, "us": us})
+            path.write_text("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n")
+            print(f"{shape} {count} tokens: {min(us, key=lambda name: sum(us[name]))}", flush=True)
+        del weights, p, act_MF
+        torch.cuda.empty_cache()
+
+
+def fit(cases: list[dict]) -> list[Form]:
+    """The known forms with constants for these cases; a form that was measured too seldom keeps its own."""
+    seen = defaultdict(list)
+    for case in cases:
+        layer = layer_of(case)
+        for name, us in case["us"].items():
+            for part in (0, 1):
+                seen[name, part].append((layer, *sizes(layer)[part], us[part]))
+    forms = []
+    for name, form in KNOWN.items():
+        for part in (0, 1):
+            if len(seen[name, part]) > 4:
+                form = replace(form, **{PARTS[part]: _speed(form, seen[name, part])})
+        forms.append(form)
+    return forms
+
+
+def _speed(form: Form, seen: list[tuple]) -> Speed:
+    def off(constants: np.ndarray) -> np.ndarray:
+        speed = Speed(*constants)
+        return np.array([np.log(product_us(layer, form, speed, rows, width) / us) for layer, rows, width, us in seen])
+
+    fits = [
+        least_squares(off, start, bounds=(LOW, HIGH), loss="soft_l1", f_scale=0.05, x_scale=(600, 0.5, 4.2))
+        for start in STARTS
+    ]
+    best = min(fits, key=lambda result: result.cost).x
+    return Speed(round(best[0]), round(best[1], 1), round(best[2], 2))
+
+
+def regret(case: dict, forms: list[Form]) -> float:
+    """What the tiles that are chosen take over the fastest measured, both products together."""
+    (rows, tail), *tiles = fastest(layer_of(case), forms)
+    chosen = [name for each in tiles for name, f in KNOWN.items() if (f.rows, f.tail, f.tiles) == (rows, tail, each)]
+    got = sum(case["us"][name][part] for part, name in enumerate(chosen))
+    best = defaultdict(lambda: [np.inf, np.inf])
+    for name, us in case["us"].items():
+        mine = best[name.split()[0]]
+        mine[:] = np.minimum(mine, us)
+    return got / min(map(sum, best.values()))
+
+
+def show_fit(cases: list[dict]) -> None:
+    for form in fit(cases):
+        gate_up, down = (f"Speed({speed.tflops}, {speed.tile_us}, {speed.tbs})" for speed in (form.gate_up, form.down))
+        print(f"{key(form)}: {gate_up}, {down}")
+    over = [regret(case, list(FORMS)) for case in cases]
+    for case, each in zip(cases, over):
+        if each > 1.05:
+            print(f"{case['shape']} {case['tokens']} tokens: {each:.3f}")
+    print(f"{len(cases)} cases with the constants of tiles.py: mean {np.mean(over):.3f}, worst {max(over):.3f}")
+    for shape in dict.fromkeys(tuple(case["shape"]) for case in cases):
+        forms = fit([case for case in cases if tuple(case["shape"]) != shape])
+        over = [regret(case, forms) for case in cases if tuple(case["shape"]) == shape]
+        print(f"{shape} from the other shapes: mean {np.mean(over):.3f}, worst {max(over):.3f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--measure", type=Path, metavar="FILE")
+    what.add_argument("--fit", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="E,K,D,F")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T")
+    parser.add_argument("--seconds", type=float, default=60, help="stop starting new cases after this long")
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.measure, args.shapes, args.tokens, args.seconds)
+    else:
+        show_fit([case for path in args.fit for case in json.loads(path.read_text())])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
