@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import date
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -58,10 +58,12 @@ from placement.trace import Trace, join, load_trace  # noqa: E402
 
 METHODS = ("linear", "joint", "moetuner", "eplb")
 NUMBERS = {"1": ("links",), "2": ("promises",), "3": ("exchanges", "put", "lanes"), "4": ("model",)}
-CAP = 1.01  # of the joint plan's fullest rank: without one it trades load for rows, which links this fast do not repay
-SHARES = {"links": 0.05, "promises": 0.2, "exchanges": 0.2, "model": 0.55}  # of the time, of parts inside the ranks
-WARM, TOOLS = 0.25, 0.2  # at most so much of the time goes into compiling ahead, and into other scripts
+ORDER = ("links", "promises", "exchanges", "put", "model", "lanes")  # put measures the costs that the model goes by
 SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}
+ROWS, TRANSPORTS = ("1", "128", "588", "4096"), ("256", "1024", "4096", "8192")  # of bench_p2p.py
+CAP = 1.01  # of the joint plan's fullest rank: without one it trades load for rows, which links this fast do not repay
+SHARES = {"links": 0.05, "promises": 0.12, "exchanges": 0.18, "put": 0.1, "model": 0.43, "lanes": 0.12}  # of the time
+WARM = 0.2  # at most so much of it goes into compiling ahead
 
 
 def main() -> int:
@@ -77,18 +79,25 @@ def main() -> int:
         report["seconds"] = round(time.monotonic() - began, 1)
         write(args, report)
 
-    names = list(dict.fromkeys(name for part in args.parts for name in NUMBERS.get(part, (part,))))
-    tools = [name for name in names if name in SCRIPTS and args.device == "cuda" and args.ranks <= args.gpus]
-    parts = [part for name in names if name not in SCRIPTS and (part := ready(args, name, keep)) is not None]
+    asked = {name for part in args.parts for name in NUMBERS.get(part, (part,))}
+    own_gpus = args.device == "cuda" and args.ranks <= args.gpus
+    names = [name for name in ORDER if name in asked and (name not in SCRIPTS or own_gpus)]
+    parts = {name: part for name in names if name not in SCRIPTS and (part := ready(args, name, keep)) is not None}
     where = (args.ranks, args.device)
     if args.device == "cuda" and not args.cold:
-        warmers = Warmers(where, warm_up(kinds_of(args), args.rehearse, parts))
+        warmers = Warmers(where, warm_up(kinds_of(args), args.rehearse, list(parts.values())))
         keep({"warm": warmers.wait(began + WARM * args.limit_seconds)})
-    run_parts(where, parts, ends - (TOOLS * args.limit_seconds if tools else 0), keep)
-    add_predictions(args, parts, report["parts"].get("model", {}))
+    for inside, each in groupby(names, lambda name: name not in SCRIPTS):
+        group = list(each)
+        left = sum(SHARES[name] for name in names[names.index(group[0]) :])
+        seconds = (ends - time.monotonic()) * sum(SHARES[name] for name in group) / left
+        if inside:
+            ready_ones = [parts[name] for name in group if name in parts]
+            run_parts(where, ready_ones, time.monotonic() + seconds, keep)
+        else:
+            keep({name: run_script(args, name, seconds) for name in group})
+    add_predictions(args, list(parts.values()), report["parts"].get("model", {}))
     keep({})
-    for left, name in zip(range(len(tools), 0, -1), tools):
-        keep({name: run_script(args, name, (ends - time.monotonic()) / left)})
     return 0
 
 
@@ -131,7 +140,7 @@ def kinds_of(args: argparse.Namespace) -> list[str]:
 def run_script(args: argparse.Namespace, name: str, seconds: float) -> dict:
     """Another benchmark's lines, as it prints them."""
     options = {
-        "put": ["--gpus", str(args.ranks), "--rows", "1", "128", "588", "4096", "--transports"],
+        "put": ["--gpus", str(args.ranks), "--rows", *ROWS, "--transports", *TRANSPORTS, "--calibrate", args.costs],
         "lanes": ["--ranks", str(args.ranks), "--device", "cuda", *args.lanes_options],
     }
     command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[name])), *options[name]]
@@ -165,6 +174,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="small layers and few sizes")
     parser.add_argument("--exchange", nargs="+", help="of parts 2 and 3 (default: all that run there)")
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
+    parser.add_argument("--costs", default="costs.json", help="of put and copy: written by part put, read by part 4")
     parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 16384)")
     parser.add_argument("--lanes-options", nargs="*", default=[], help="passed on to bench_overlap_ranks.py")
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
@@ -205,7 +215,8 @@ def model_work(args: argparse.Namespace) -> Work:
     calibration = nominal(ModelConfig.from_folder(model_folder(train, small)), prefill * args.ranks, small)
     plans = {name: plan_of(args, name, train, calibration) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}
-    return Work(train, held, plans, args.topology, small, args.model_exchange, prefill, requests)
+    files = (args.topology, args.costs)
+    return Work(train, held, plans, files, small, args.model_exchange, prefill, requests)
 
 
 def recorded(args: argparse.Namespace) -> tuple[Trace, Trace]:

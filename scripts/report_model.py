@@ -19,6 +19,7 @@ from report_replay import model_folder, replay
 from epmoe.comm import Comm
 from epmoe.engine import homes as homes_module
 from epmoe.engine.engine import Engine
+from epmoe.engine.runner import Runner
 from epmoe.model_config import ModelConfig
 from epmoe.moe.timeline import Timeline, hidden_of
 from placement.cost import round_robin_homes
@@ -28,7 +29,7 @@ from placement.topology import Topology, uniform
 from placement.trace import Trace
 
 LINK = 390e9  # bytes a second between GPUs, where it was not measured
-STEPS = 4  # of prefill on every rank, about
+STEPS = 3  # of prefill on every rank, about
 STAGES = ("attention", "router", "dispatch", "send", "arrive", "experts", "combine", "sum")
 PROBE = 32  # tokens whose routing chooses a request's home
 
@@ -40,7 +41,7 @@ class Work:
     Args:
         train, held: recorded tokens that plans and affinities were made from, and others that are run.
         plans: by name.
-        topology: file of the measured links; equal ones where there is none of so many ranks.
+        files: of the measured links (equal ones where there is none of so many ranks), and of the costs of exchanges.
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
         prefill_tokens, requests: most of a rank and step.
@@ -49,7 +50,7 @@ class Work:
     train: Trace
     held: Trace
     plans: dict[str, Plan]
-    topology: str
+    files: tuple[str, str]
     rehearse: bool
     exchange: str
     prefill_tokens: int
@@ -64,7 +65,7 @@ class Work:
 
     def links(self) -> Topology:
         ranks = self.plans["linear"].ranks
-        path = Path(self.topology)
+        path = Path(self.files[0])
         found = Topology.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found if found is not None and found.ranks == ranks else uniform(ranks, bandwidth=LINK)
 
@@ -140,6 +141,8 @@ def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
         "num_blocks": requests * -(-longest // size) + 8, "overlap": "off",
         "max_batch_tokens": work.prefill_tokens, "max_requests": requests,
     }  # fmt: skip
+    if (costs := Path(work.files[1])).is_file():
+        settings["exchange_costs"] = costs.read_text(encoding="utf-8")
     engine = open_engine(comm, settings, random_load)
     engine.pool.reuse_prefixes = False  # the same sequences come again and again
     replay(engine, work.held)
@@ -149,44 +152,50 @@ def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
 def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, overlap: str) -> dict:
     """Tokens a second of whole prompts in full steps; and by a timeline where a step's time goes."""
     engine.engine = replace(engine.engine, overlap=overlap)
-    row = timed_stages(comm, work, engine, homes)  # also compiles what there is to compile
-    prefill = requests_of(work.held, work.rounds, decode=0)
-    tokens = sum(len(request["prompt"]) for request in prefill)
-    best, before = None, engine.report()
-    for _ in range(1 if work.rehearse else 2):
-        with_homes(homes, work.rounds)
-        served = serve(engine, prefill)
-        best = served if best is None or max(gathered(comm, served.seconds < best.seconds)) else best
+    row = timed_stages(comm, work, engine, homes)
+    before, replays = engine.report(), graph_replays(engine)
+    served = [prefilled(work, engine, homes) for _ in range(2 if work.rehearse else 4)]  # captures, then is fast
+    seconds = min(np.max(gathered(comm, [each.seconds for each in served]), 0))
+    tokens = work.held.num_tokens * work.rounds
+    forwards = sum(len(each.step_seconds) for each in served)
     return row | {
-        "prefill_tokens_per_s": tokens / best.seconds,
-        "prefill_ms": step_ms(best),
+        "prefill_tokens_per_s": tokens / seconds, "prefill_ms": min(map(step_ms, served)),
         "remote_rows": remote_rows(comm, before, engine.report()),
-    }
+        "in_graphs": (graph_replays(engine) - replays) / forwards,
+    }  # fmt: skip
+
+
+def prefilled(work: Work, engine: Engine, homes: np.ndarray) -> Served:
+    with_homes(homes, work.rounds)
+    return serve(engine, requests_of(work.held, work.rounds, decode=0))
+
+
+def graph_replays(engine: Engine) -> int:
+    return engine.runner.prompts.replays if engine.runner.prompts is not None else 0
 
 
 def measure_decode(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
     """All requests draw tokens, in replayed graphs on a GPU: always one lane."""
-    lengths = (8, 4) if work.rehearse else (12, 64)
-    for length in lengths:  # the first captures graphs
+    for length in (8, 4) if work.rehearse else (12, 64):  # the first captures graphs
         with_homes(homes, 1)
         served = serve(engine, requests_of(work.held, 1, decode=length))
     drawn = np.sum(gathered(comm, served.step_tokens), 0)
-    first = int((drawn >= 0.5 * drawn.max()).argmax())  # the step in which most are past their prompts
-    seconds = np.array(served.step_seconds)[first:]
-    rate = float(drawn[first:].sum() / max(seconds.sum(), 1e-9))
-    return {"decode_tokens_per_s": rate, "decode_ms": 1e3 * float(np.median(seconds))}
+    after = int((drawn >= 0.5 * drawn.max()).argmax()) + 1  # the step in which most are past their prompts
+    seconds = float(np.median(served.step_seconds[after:]))
+    return {"decode_tokens_per_s": float(np.median(drawn[after:])) / seconds, "decode_ms": 1e3 * seconds}
 
 
 def timed_stages(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
     """Of a run in which stages are timed: the share of communication beside compute (the worst rank's), and
     microseconds of communication and of every stage a layer and step (the mean rank's)."""
-    decoder = engine.runner.decoder
-    for timeline in (None, Timeline(comm)):
-        decoder.timeline = timeline
-        with_homes(homes, work.rounds)
-        serve(engine, requests_of(work.held, work.rounds, decode=0))
+    usual, decoder = engine.runner, engine.runner.decoder
+    engine.runner = Runner(decoder, usual.cache, engine.engine, usual.observe)  # whose graphs are captured with events
+    for _ in range(2):  # captures, then is measured
+        decoder.timeline = timeline = Timeline(comm)
+        prefilled(work, engine, homes)
+        spans = timeline.read()
     decoder.timeline = comm.on_work = None
-    spans = timeline.read()
+    engine.runner = usual
     passes = len({(span.step, span.layer) for span in spans if span.stage == "experts"})
     stage_us = dict.fromkeys(STAGES, 0.0)
     for span in spans:

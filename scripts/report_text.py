@@ -64,7 +64,7 @@ def _model(found: dict) -> list[str]:
     layers, choices, experts = found["shape"]
     lines = [f"Routing of `{found['trace']}` ({layers} layers, {experts} experts, {choices} choices).", ""]
     head = ["plan", "homes", "lanes", "prefill tokens/s", "over linear", "simulated", "ms a step", "simulated",
-            "hidden", "decode tokens/s", "over linear", "ms a step", "remote rows"]  # fmt: skip
+            "hidden", "in graphs", "decode tokens/s", "over linear", "ms a step", "remote rows"]  # fmt: skip
     good = [row for row in found["rows"] if "prefill_tokens_per_s" in row]
     base = next((row for row in good if row["plan"] == "linear" and row["overlap"] == "off"), None)
     said = {(row["plan"], row["homes"], row["overlap"]): row for row in found["predicted"]}
@@ -74,7 +74,8 @@ def _model(found: dict) -> list[str]:
         rows.append([
             row["plan"], row["homes"], row["overlap"], f"{row['prefill_tokens_per_s']:.0f}",
             _over(row, base, "prefill_tokens_per_s"), _over(guess, base, "prefill_tokens_per_s"),
-            f"{row['prefill_ms']:.1f}", f"{guess['prefill_ms']:.1f}" if guess else "-", f"{100 * row['hidden']:.0f} %",
+            f"{row['prefill_ms']:.1f}", f"{guess['prefill_ms']:.1f}" if guess else "-",
+            f"{100 * row['hidden']:.0f} %", f"{100 * row['in_graphs']:.0f} %",
             f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['decode_ms']:.2f}",
             f"{row['remote_rows']:.3f}",
         ])  # fmt: skip
