@@ -68,7 +68,7 @@ def test_every_choice_was_measured_near_its_number_of_pairs(shape):
             assert all(any((f.rows, f.tail, f.tiles) == (rows, tail, each) for f in FORMS) for each in tiles)
             assert specialised or not any(each.specialised for each in tiles)
             assert rows <= max(32, 4 * pairs / slots) and (rows >= 64 or pairs <= 128 * slots)
-            assert not tail or pairs <= 192 * slots
+            assert not tail or pairs <= 768 * slots  # at 1024 pairs a slot they were measured to lose
 
 
 def test_the_kernels_of_a_tail_are_those_that_know_it():
