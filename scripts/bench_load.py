@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast a checkpoint comes onto the GPU: from the disk (page cache dropped) and from memory (page cache filled).
 
-    scripts/bench_load.py [--gigabytes 8] [--folder FOLDER] [--json FILE]
+    scripts/bench_load.py [--gigabytes 16] [--folder FOLDER] [--json FILE]
 
 Writes a random checkpoint of that size (layers of Qwen3-30B-A3B) to the folder, loads it as the engine does, checks
 every loaded tensor's sum against what was written, and prints beside it what the same threads read without a GPU.
@@ -64,17 +64,18 @@ def write(folder: Path, config: ModelConfig, device: str) -> float:
     everything = [range(config.num_experts)] * len(config.moe_layers)
     _, pieces = empty_weights(config, everything, torch.bfloat16, "meta")
     shapes = {piece.name: piece.shape for piece in pieces}
-    torch.manual_seed(0)
-    total, index, shards = 0.0, {}, {}
-    for name in shapes:
-        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
-        shards.setdefault(layer, []).append(name)
-    for layer, names in shards.items():
+    index = {name: f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors" for name in shapes}
+
+    def shard(file: str) -> float:
+        names = [name for name in shapes if index[name] == file]
         tensors = {name: torch.randn(shapes[name], device=device, dtype=torch.bfloat16) for name in names}
-        total += sum(float(tensor.double().sum()) for tensor in tensors.values())
-        file = f"model-{layer}.safetensors"
+        total = sum([tensor.sum(dtype=torch.float64) for tensor in tensors.values()])
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file)
-        index |= dict.fromkeys(names, file)
+        return float(total)
+
+    torch.manual_seed(0)
+    with ThreadPoolExecutor(4) as pool:
+        total = sum(pool.map(shard, dict.fromkeys(index.values())))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return total
 
@@ -85,7 +86,7 @@ def load(folder: Path, config: ModelConfig, device: str, total: float) -> float:
     began = time.perf_counter()
     weights, _ = load_weights(folder, config, local, torch.bfloat16, torch.device(device))
     seconds = time.perf_counter() - began
-    found = sum(float(tensor.double().sum()) for tensor in lib.tensors_of(weights))
+    found = float(sum([tensor.sum(dtype=torch.float64) for tensor in lib.tensors_of(weights)]))
     assert abs(found - total) < 1e-6 * abs(total) + 1.0, (found, total)
     return seconds
 
@@ -119,7 +120,7 @@ def drop(files: list[Path]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=8)
+    parser.add_argument("--gigabytes", type=float, default=16)
     parser.add_argument("--folder", help="on the disk to be measured; default: the temporary folder's")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path)

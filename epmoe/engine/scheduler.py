@@ -90,12 +90,13 @@ class Scheduler:
             decodes -= wants[index] == 1
             count = min(wants[index], budget - decodes)
             if count > 0:
-                if self._make_room(request, self._missing_blocks(request, count)):
+                need = self._missing_blocks(request, count)
+                if need > 0 and self._make_room(request, need):
                     preempted = True
                     if request.row < 0:  # it was the youngest itself
                         break
                     decodes = wants[index + 1 : len(self.running)].count(1)  # the young end is gone
-                chunks.append(self._take(request, count))
+                chunks.append(self._take(request, count, need))
                 budget -= count
             index += 1
         if not preempted:
@@ -151,8 +152,8 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.preemptions += 1
 
-    def _take(self, request: Request, count: int) -> Chunk:
-        if (need := self._missing_blocks(request, count)) > 0:
+    def _take(self, request: Request, count: int, need: int) -> Chunk:
+        if need > 0:
             request.blocks += self.pool.allocate(need)
         start, total = request.computed, len(request.prompt) + len(request.output) + request.pending
         request.computed = start + count
@@ -176,7 +177,7 @@ class Scheduler:
             request.row = self._rows.pop()
             self._insert(request)
             count = min(self._want(request), budget)
-            chunks.append(self._take(request, count))
+            chunks.append(self._take(request, count, self._missing_blocks(request, count)))
             budget -= count
 
     def _can_share_soon(self, request: Request, held: int) -> bool:
