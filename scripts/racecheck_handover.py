@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck scripts/racecheck_handover.py plain      0 hazards
     compute-sanitizer --tool racecheck scripts/racecheck_handover.py partial    hundreds, of the compiler's hand-over
 
-Gluon's `warp_specialize` hands work to the other warps through shared memory: the first four warps write a byte of state
+`warp_specialize` hands work to the other warps through shared memory: the first four warps write a byte of state
 for each warp, and values that are captured; all warps of the block meet at ``barrier.sync 1``; the others read.  Both
 kernels do just that.  ``partial`` has, before it, barriers among the first four warps (``bar.sync 0, 128``) while the
 others already wait at barrier 1: then racecheck (2025.3.1, H200) takes the reads for unordered, though no access and no
