@@ -1,5 +1,6 @@
 """Rows in 8 bits: how far from the rows, and that every exchange rounds them alike."""
 
+import pytest
 import torch
 
 from epmoe.ops.wire import from_wire, rounded, to_wire, wire_bytes
@@ -29,3 +30,10 @@ def test_bytes_are_values_then_scales():
 
 def test_empty():
     assert rounded(torch.empty(0, 256)).shape == (0, 256)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_few_rows_and_few_runs(tokens, runs):
+    row_TD = torch.arange(1.0, 1 + tokens)[:, None].expand(tokens, 128 * runs).clone()
+    assert from_wire(to_wire(row_TD), None, 128 * runs, torch.float32).equal(row_TD)

@@ -33,7 +33,8 @@ def to_wire_ref(x_TD: torch.Tensor) -> torch.Tensor:
     value_TD = (run_TGR / scale_TG[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(tokens, hidden)
     wire_TB = torch.zeros((tokens, wire_bytes(hidden)), dtype=torch.uint8, device=x_TD.device)
     wire_TB[:, :hidden] = value_TD.view(torch.uint8)
-    wire_TB[:, hidden : hidden + 4 * (hidden // RUN)] = scale_TG.contiguous().view(torch.uint8)
+    packed_TG = scale_TG.clone(memory_format=torch.contiguous_format)  # of no row, strides may be 0
+    wire_TB[:, hidden : hidden + 4 * (hidden // RUN)] = packed_TG.view(torch.uint8)
     return wire_TB
 
 
