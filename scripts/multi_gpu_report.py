@@ -241,7 +241,7 @@ def plan_of(args: argparse.Namespace, name: str, train: Trace, calibration: Cali
     try:
         options = {"objective": "step_seconds", "combine": "reduce", "threads": os.cpu_count()}
         options["cap"] = CAP if name == "joint" else None
-        topology = uniform(args.ranks, bandwidth=LINK)
+        topology = uniform(args.ranks, bandwidth=LINK / (args.ranks - 1))
         problem = make_problem(train, topology, seconds=args.solve_seconds, calibration=calibration, **options)
         return find(name)(problem).plan
     except Exception as error:

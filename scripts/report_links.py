@@ -19,7 +19,8 @@ REPEAT = 6
 
 
 def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dict:
-    """Smoke tests, then bandwidth and latency of every pair, one at a time; rank 0 writes the topology file."""
+    """Smoke tests, then bandwidth and latency of every pair, one at a time, and of all at once; rank 0 writes the
+    topology file, in which a link has no more than its share with all busy."""
     found: dict = {"backend": "nccl" if comm.on_nccl else "gloo"}
     ones = torch.ones(1 << 10, device=comm.device)
     distributed.all_reduce(ones, group=comm.data)
@@ -41,7 +42,9 @@ def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dic
         found["all_pairs_copy_gb_per_s"] = _all_pairs(comm, memory)
     if comm.rank == 0:
         ranks = comm.world
-        topology = Topology(ranks, np.ones(ranks), bandwidth, latency, np.zeros(ranks, np.int64))
+        at_once = found.get("all_pairs_copy_gb_per_s", found["all_pairs_gb_per_s"]) * 1e9 / max(ranks - 1, 1)
+        shared = np.minimum(bandwidth, at_once)  # an exchange uses all links of a rank together
+        topology = Topology(ranks, np.ones(ranks), shared, latency, np.zeros(ranks, np.int64))
         Path(topology_file).write_text(topology.to_json() + "\n", encoding="utf-8")
         print({key: value for key, value in found.items() if key != "latency_us"}, flush=True)
     return found

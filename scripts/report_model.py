@@ -28,7 +28,7 @@ from placement.plan import Plan, linear_plan
 from placement.topology import Topology, uniform
 from placement.trace import Trace
 
-LINK = 390e9  # bytes a second between GPUs, where it was not measured
+LINK = 390e9  # bytes a second from a GPU to all others, where it was not measured
 STEPS = 3  # of prefill on every rank, about
 STAGES = ("attention", "router", "dispatch", "send", "arrive", "experts", "combine", "sum")
 PROBE = 32  # tokens whose routing chooses a request's home
@@ -67,7 +67,7 @@ class Work:
         ranks = self.plans["linear"].ranks
         path = Path(self.files[0])
         found = Topology.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return found if found is not None and found.ranks == ranks else uniform(ranks, bandwidth=LINK)
+        return found if found is not None and found.ranks == ranks else uniform(ranks, bandwidth=LINK / (ranks - 1))
 
 
 def measure_model(comm: Comm, save: Callable, seconds: float, work: Work, say: Callable | None = None) -> dict:
