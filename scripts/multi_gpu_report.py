@@ -165,7 +165,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if device == "cuda" else 2)
+    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="two at least")
     every = [*NUMBERS, *(name for names in NUMBERS.values() for name in names)]
     parser.add_argument("--parts", nargs="+", choices=every, default=list(NUMBERS), help="by number or name, in order")
     parser.add_argument("--limit-seconds", type=float, default=480, help="for all parts together (default 480)")
@@ -186,6 +186,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", default="multi_gpu.json")
     parser.add_argument("--markdown", default=None, help="tables are written there too")
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks {args.ranks}: several ranks are what this is about; give 2 or more")
     args.gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     return args
 
