@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Check and time all of a layer that is not experts, on one GPU; one line per case, JSON on request.
 
-    scripts/bench_attention.py [--only decode,chunk,latent,rest] [--block-size 64] [--seconds 240] [--json FILE]
+    scripts/bench_attention.py [--only decode,chunk,latent,rest] [--block-size 64] [--seconds 240] [--flex]
+                               [--json FILE]
 
 Attention reads keys from a paged cache in random block order; its peers are torch's own kernels on the same keys,
 gathered to contiguous memory beforehand (not timed).  Every case is checked against float32 before it is timed; times
@@ -24,8 +25,6 @@ from pathlib import Path
 import torch
 import triton
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,6 +34,7 @@ from epmoe.ops.latent import latent_attention  # noqa: E402
 from epmoe.ops.linear import linear  # noqa: E402
 from epmoe.ops.norm import add_rms_norm  # noqa: E402
 from epmoe.ops.qkv import HeadNorm, split_qkv  # noqa: E402
+from scripts import attention_peers  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
 
 LIMIT = 2e-2
@@ -159,33 +159,8 @@ class Problem:
             first += queries
         return worst
 
-    def peers(self) -> dict:
-        """torch's scaled_dot_product_attention, flash and cuDNN, where all sequences are alike; matmuls for latents."""
-        (queries, kv_len), *others = self.case.lens
-        if any(lens != (queries, kv_len) for lens in others):
-            return {}
-        s, N = self.case.shape, len(self.case.lens)
-        k, v = (torch.stack(x) for x in zip(*(self.gathered(n) for n in range(N))))
-        q = self.q.view(N, queries, s.heads, s.key_dim).transpose(1, 2).contiguous()
-        if s.latent:
-            if not self.case.decode:
-                return {}
-            q, k, v = q[:, :, 0], k[:, 0], v[:, 0].contiguous()
-            return {"matmul": lambda: torch.softmax(q @ k.transpose(1, 2) * self.scale, -1) @ v}
-        causal = {"is_causal": True} if queries == kv_len else {"attn_mask": causal_lower_right(queries, kv_len)}
-        causal = {} if queries == 1 else causal
 
-        def peer(backend):
-            def run():
-                with sdpa_kernel(backend):
-                    return functional.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True, **causal)
-
-            return run
-
-        return {"flash": peer(SDPBackend.FLASH_ATTENTION), "cudnn": peer(SDPBackend.CUDNN_ATTENTION)}
-
-
-def time_case(timer: lib.Timer, case: Case, block_size: int) -> dict:
+def time_case(timer: lib.Timer, case: Case, block_size: int, flex: bool) -> dict:
     """Ordinary and deterministic mode and the peers, checked first; a red one is not timed."""
     result = {"case": case.name, "block_size": block_size, "flops": case.flops, "bytes": case.bytes, "error": {}}
     problems = {"ours": Problem(case, block_size)}
@@ -197,7 +172,7 @@ def time_case(timer: lib.Timer, case: Case, block_size: int) -> dict:
         if not result["error"][name] < LIMIT:
             print(f"RED {case.name} {name}: {result['error'][name]}")
             functions.pop(name)
-    for name, peer in problems["ours"].peers().items():
+    for name, peer in attention_peers.peers(problems["ours"], flex).items():
         try:
             peer()
             functions[name] = peer
@@ -280,6 +255,7 @@ def main() -> int:
     parser.add_argument("--only", default="decode,chunk,latent,rest")
     parser.add_argument("--block-size", default="64")
     parser.add_argument("--seconds", type=float, default=240, help="stop starting new cases after this long")
+    parser.add_argument("--flex", action="store_true", help="flex attention too, which compiles for a while")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.monotonic()
@@ -302,7 +278,7 @@ def main() -> int:
                     print(f"out of time before {case.name}")
                     continue
                 try:
-                    report["cases"].append(time_case(timer, case, block_size))
+                    report["cases"].append(time_case(timer, case, block_size, args.flex))
                     show(case.name, report["cases"][-1], report["ceilings"])
                 except Exception:
                     traceback.print_exc(limit=-4)
