@@ -61,6 +61,7 @@ NUMBERS = {"1": ("links",), "2": ("promises",), "3": ("exchanges", "put", "lanes
 ORDER = ("links", "promises", "exchanges", "put", "model", "lanes")  # put measures the costs that the model goes by
 SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}
 ROWS, TRANSPORTS = ("1", "128", "588", "4096"), ("256", "1024", "4096", "8192")  # of bench_p2p.py
+LANES = ("2048", "4096", "8192")  # tokens a rank, of bench_overlap_ranks.py
 CAP = 1.01  # of the joint plan's fullest rank: without one it trades load for rows, which links this fast do not repay
 SHARES = {"links": 0.05, "promises": 0.12, "exchanges": 0.18, "put": 0.1, "model": 0.43, "lanes": 0.12}  # of the time
 WARM = 0.2  # at most so much of it goes into compiling ahead
@@ -141,7 +142,7 @@ def run_script(args: argparse.Namespace, name: str, seconds: float) -> dict:
     """Another benchmark's lines, as it prints them."""
     options = {
         "put": ["--gpus", str(args.ranks), "--rows", *ROWS, "--transports", *TRANSPORTS, "--calibrate", args.costs],
-        "lanes": ["--ranks", str(args.ranks), "--device", "cuda", *args.lanes_options],
+        "lanes": ["--ranks", str(args.ranks), "--device", "cuda", "--exchange", "p2p", "--tokens", *LANES],
     }
     command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[name])), *options[name]]
     print(f"-- {name}, at most {seconds:.0f} s: {' '.join(command[1:])}", flush=True)
@@ -176,7 +177,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
     parser.add_argument("--costs", default="costs.json", help="of put and copy: written by part put, read by part 4")
     parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 16384)")
-    parser.add_argument("--lanes-options", nargs="*", default=[], help="passed on to bench_overlap_ranks.py")
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
     parser.add_argument("--plans", help="folder of METHOD.json, solved for half of every recording")
     parser.add_argument("--solve-seconds", type=float, default=20, help="of each method without a plan file")
