@@ -20,8 +20,9 @@ from placement.solution import Problem
 from placement.trace import Trace
 
 FIRST_PRICE = 10.0  # a spread of 2% costs 0.004 rows per (token, choice)
-PRICE_RANGE = (1.0, 100.0)
+PRICE_RANGE = (1.0, 40.0)  # above it training loads are even, and rows are paid for nothing
 CROSSINGS = 2  # plans of each half: one alone is half noise
+FEWEST_SEQUENCES = 32  # whole ones; halves of fewer differ by chance more than by drift
 PRICE_STEP = 60.0  # the price's logarithm moves by this much per unit of tail; five times the price lowers it by 0.015
 
 
@@ -39,10 +40,11 @@ def even_for_unseen(problem: Problem) -> Problem:
 
     At equal tails a price leaves fewer rows than a lower cap: loads that are spread cost unseen tokens less than
     several GPUs that are exactly at a cap. The drift is what rises of the tail from half to half of the recordings have
-    beyond resampling, on quick plans of single copies; where requests are whole sequences resampling sees it.
+    beyond resampling, on quick plans of single copies; where requests are whole sequences resampling sees it, and of
+    few sequences nothing can be said.
     """
     priced = replace(problem, even=FIRST_PRICE, drift=0.0)
-    if problem.recordings is None:
+    if problem.recordings is None or sum(map(len, problem.recordings)) < FEWEST_SEQUENCES:
         return priced
     quick = replace(priced, seconds=0.04 * problem.seconds, progress=None, old_plan=None, max_moves=None)
     single_W = single_slots_W(problem)
