@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def grouped() -> None:
-    """Prompts and mixed steps with keys by the copy engine, then decode buffers refilled, ordinary and deterministic."""
+    """Prompts and mixed steps with keys by the copy engine; decode buffers refilled, ordinary and deterministic."""
     cases.check_mixed((8, 1, 32), BF16, "cuda", False, [1, 17, 66, 600], block_size=64)
     for tiled in (False, True):
         cases.check_decode_batch((4, 2, 24), BF16, "cuda", tiled, [1, 17, 66, 130, 700])
