@@ -24,7 +24,7 @@ def test_stage_times_leave_out_waiting():
         for stage, (begin, end) in stages.items():
             row = TRAVEL if stage in ("dispatch", "send", "combine") else COMPUTE
             spans.append(Span(0, row, 0, layer, stage, t + begin, t + end))
-    want = {"attention": 10, "router": 2, "dispatch": 13, "shared": 0, "experts": 14, "combine": 20, "sum": 3}
+    want = {"attention": 10, "router": 2, "dispatch": 13, "shared": 0, "experts": 15, "combine": 20, "sum": 3}
     assert stage_us(spans) == want
 
 

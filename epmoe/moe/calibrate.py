@@ -18,6 +18,8 @@ from epmoe.moe.makespan import LAYER
 from epmoe.moe.timeline import Span, Timeline
 from epmoe.ops.attention import AttentionBatch
 
+BELONGS = {"send": "dispatch", "arrive": "experts"}
+AWAITS = {"arrive": "dispatch", "sum": "combine"}
 SIZES = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -85,20 +87,22 @@ def _replayed(decoder: Decoder, batches: list[Batch], cache_HBSd: torch.Tensor, 
 
 
 def stage_us(spans: Iterable[Span]) -> dict[str, float]:
-    """Mean microseconds of each stage of a layer, without waiting for rows (a sum starts when they are there)."""
+    """Mean microseconds of each stage of a layer, without waiting for rows (an arrival or a sum starts when they are
+    there). What follows an arrival, such as the index of the rows, counts with the experts."""
     total: dict[str, float] = defaultdict(float)
     layers = set()
-    landed: dict[tuple, float] = {}
-    for span in sorted(spans, key=lambda span: span.begin):
+    landed: dict[tuple, float] = {}  # when the rows were there
+    spans = list(spans)
+    for span in spans:
+        key = (span.step, span.lane, span.layer, BELONGS.get(span.stage, span.stage))
+        landed[key] = max(span.end, landed.get(key, span.end))
+    for span in spans:
         key = (span.step, span.lane, span.layer)
         begin = span.begin
-        if span.stage == "combine":
-            landed[key] = span.end
-        if span.stage == "sum":
-            begin = max(begin, landed.get(key, begin))
-        stage = "dispatch" if span.stage == "send" else span.stage
-        total[stage] += max(span.end - begin, 0.0)
-        if stage == "experts":
+        if span.stage in AWAITS:
+            begin = max(begin, landed.get((*key, AWAITS[span.stage]), begin))
+        total[BELONGS.get(span.stage, span.stage)] += max(span.end - begin, 0.0)
+        if span.stage == "experts":
             layers.add(key)
     return {stage: total[stage] / max(len(layers), 1) for stage in LAYER}
 
