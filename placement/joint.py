@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from placement.balance import balance_layer
 from placement.cost import compute_tail_L
 from placement.greedy import lpt_swap, single_slots_W
+from placement.heat import Heat, picks_of
 from placement.layout import (
     LayerLimits,
     Layout,
@@ -34,7 +35,7 @@ from placement.layout import (
     plan_of,
     weights_of,
 )
-from placement.moves import Heat, LayerSearch, picks_of
+from placement.moves import LayerSearch
 from placement.plan import Plan, make_plan
 from placement.replicate import LayerTokens, improve_copies
 from placement.solution import Problem, Solution, finish

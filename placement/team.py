@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.moves import Heat, LayerData, LayerSearch, Noise
+from placement.heat import Heat, Noise
+from placement.moves import LayerData, LayerSearch
 from placement.threads import end_with_parent
 
 
