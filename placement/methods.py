@@ -34,6 +34,10 @@ class Method:
     options: tuple[tuple[str, object], ...] = ()
     places_homes: bool = False
 
+    @property
+    def weighs_domains(self) -> bool:
+        return self.function == "solve_domains"
+
     def __call__(self, problem: Problem) -> Solution:
         return self.load()(problem, **dict(self.options))
 
@@ -98,7 +102,7 @@ DEFAULT = "joint"
 
 def for_domains(method: Method, domains: Sequence[Trace], worst: bool) -> Method:
     """The method told of the domains, where it asks for them."""
-    if method.function != "solve_domains":
+    if not method.weighs_domains:
         return method
     return replace(method, options=(("domains", tuple(domains)), ("worst", worst)))
 

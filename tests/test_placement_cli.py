@@ -307,6 +307,7 @@ MISTAKES = [
     ("compare --trace t.npz --gpus 4 --holdout 0", "--holdout"),
     ("compare --trace t.npz --gpus 4 --holdout 0.001", "leaves one side empty"),
     ("solve --trace load.csv --top-k 2 --gpus 4 --method domains", "more than one trace"),
+    ("solve --trace t.npz --gpus 4 --method domains", "more than one trace"),
     ("compare --trace load.csv load.csv --top-k 2 --gpus 4", "add them up first"),
     ("compare --trace t.npz --gpus 4 --method linear nothing", "nothing"),
     ("compare --trace t.npz --gpus 4 --method linear --plot none/x.png", "no folder none"),

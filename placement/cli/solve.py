@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     method = methods.find(args.method)
     if args.old_plan and method.name != methods.DEFAULT:
         raise UserError(f"method {method.name} starts anew; --old-plan is for method {methods.DEFAULT}")
+    if method.weighs_domains and len(args.trace) < 2:
+        raise UserError(f"method {method.name} weighs several domains; give more than one trace")
     args.probe_given, args.probe = args.probe is not None, args.probe or PROBE
     topology = inputs.load_topology(args)
     loads = inputs.load_loads(args)
