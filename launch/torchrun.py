@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
     from launch.front import Addresses
 
 DRAIN_S = 8.0  # from SIGTERM to the end of a rank; torchrun itself waits longer
+AGENT_POLL_S = 0.5
 JOIN_S = 3600.0  # for the front's word: it may solve a placement first
 
 
 def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     """Be rank ``torchrun.rank`` of the command ``argv``; the exit code."""
+    if torchrun.error_file:  # an agent is there
+        threading.Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
     front, word = _start_front(torchrun, argv) if torchrun.rank == 0 else (None, None)
     started = threading.Event()
     _drain_on_signals(front, started)
@@ -54,7 +58,7 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
         "error_file": torchrun.error_file,
     }
     if front is not None:
-        threading.Thread(target=_end_with_front, args=(front,), daemon=True).start()
+        threading.Thread(target=_end_with_front, args=(front, run_dir), daemon=True).start()
     allow_shared_gpus()
     be_rank(about, word["engine"])
     return 0 if front is None else front.wait()
@@ -105,10 +109,18 @@ def _share(torchrun: Torchrun, line: str | None) -> str:
     return store.get(key).decode()
 
 
-def _end_with_front(front: subprocess.Popen) -> None:
-    """A front that fails ends rank 0, and torchrun then ends the others."""
+def _end_with_front(front: subprocess.Popen, run_dir: str) -> None:
+    """A front that fails ends rank 0, and torchrun then ends the others; one that was killed left its folder."""
     if code := front.wait():
+        shutil.rmtree(run_dir, ignore_errors=True)
         os._exit(code if code > 0 else 1)
+
+
+def _end_with_agent(agent: int) -> None:
+    """A torchrun that was killed ends its ranks, and the end of rank 0 the front."""
+    while os.getppid() == agent:
+        time.sleep(AGENT_POLL_S)
+    os._exit(1)
 
 
 def _drain_on_signals(front: subprocess.Popen | None, started: threading.Event) -> None:

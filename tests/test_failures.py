@@ -123,6 +123,16 @@ def test_killed_under_torchrun(start, model):
     assert run.wait_gone() == []
 
 
+@pytest.mark.parametrize("victim", ["torchrun", "front"])
+def test_what_torchrun_and_its_front_leave_when_they_are_killed(start, model, victim):
+    run = start(model, torchrun=2)
+    run.wait_generating()
+    front = next(each for each in run.family if "launch.torchrun" in each.cmdline())
+    (run.process if victim == "torchrun" else front).kill()
+    assert run.end(GONE_S) != 0
+    assert run.wait_gone() == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("torchrun", [0, 2])
 @pytest.mark.parametrize("seed", range(50))
