@@ -193,7 +193,7 @@ def measure(shape: Shape, dtype: str, tokens: list[int], console: Console) -> It
             free = torch.cuda.mem_get_info()[0] / 2**30
             remedy = "raise --ranks" if fits == "the weights" else "use fewer --tokens"
             raise UserError(
-                f"{fits} of {shape} {dtype} do not fit this GPU ({free:.0f} GiB are free); {remedy}"
+                f"this GPU ({free:.0f} GiB are free) cannot hold {fits} of {shape} {dtype}; {remedy} (cases before are kept)"
             ) from None
 
 
