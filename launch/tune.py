@@ -191,10 +191,9 @@ def measure(shape: Shape, dtype: str, tokens: list[int], console: Console) -> It
                 bar.update(task, completed=number + 1)
         except torch.cuda.OutOfMemoryError:
             free = torch.cuda.mem_get_info()[0] / 2**30
-            remedy = "raise --ranks" if fits == "the weights" else "use fewer --tokens"
-            raise UserError(
-                f"this GPU ({free:.0f} GiB are free) cannot hold {fits} of {shape} {dtype}; {remedy} (cases before are kept)"
-            ) from None
+            remedy = "raise --ranks" if fits == "the weights" else "use fewer --tokens; cases before it are kept"
+            what = f"{fits} of {shape} {dtype}"
+            raise UserError(f"this GPU ({free:.0f} GiB are free) cannot hold {what}; {remedy}") from None
 
 
 def line(case: TunedCase) -> str:
