@@ -88,9 +88,9 @@ def test_the_slowest_rank_decides():
 
 
 def test_two_lanes_that_compute_on_fewer_sms_must_hide_more():
-    link = times(0.1)
+    link = times(0.2)
     slower = {stage: [1.2 * us for us in row] if stage in ("attention", "experts") else row for stage, row in link.us}
-    assert choose_lanes((1024,) * 4, both(0.1)) == 2
+    assert choose_lanes((1024,) * 4, both(0.2)) == 2
     assert choose_lanes((1024,) * 4, LaneTimes(link, StageTimes.of(SIZES, slower))) == 1
 
 
