@@ -29,6 +29,8 @@ from epmoe.moe.exchange import can_capture
 from epmoe.moe.timeline import Marks
 from epmoe.ops.prompt_batch import PromptBatch, PromptShape
 
+MOST_DRAWS = 256  # rows of a lane that a graph makes logits for
+
 
 @dataclass
 class _Lane:
@@ -66,15 +68,16 @@ class PromptGraphs:
         self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
         self.last_token, self.staging = last_token, staging
         self.replays = self.captures = 0
-        vocabulary = decoder.weights.head.shape[0]
-        size = (2 * engine.max_requests, vocabulary)
+        self.draws = min(engine.max_requests, MOST_DRAWS)
+        size = (2 * self.draws, decoder.weights.head.shape[0])
         self._logits_NV = torch.empty(size, dtype=decoder.weights.head.dtype, device=cache.device)
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool: tuple[int, int] | None = None
 
     def run(self, chunks: list[Chunk], kind: Kind) -> torch.Tensor | None:
-        """One step; logits of the sampling chunks, in order.  ``None``: this step's exchange cannot be captured."""
-        if not can_capture(self.decoder.exchange):
+        """One step; logits of the sampling chunks, in order.  ``None``: this step's exchange cannot be captured, or it
+        draws more than a graph does."""
+        if not can_capture(self.decoder.exchange) or sum(chunk.samples for chunk in chunks) > self.draws:
             return None
         key = (kind.lanes, kind.tokens)
         at = self._captured.get(key) or self._open(*key)
@@ -121,7 +124,7 @@ class PromptGraphs:
         tokens, n = batch.shape.tokens, len(lane.known_T)
         known_T, row_T = np.zeros(tokens, np.int64), np.full(tokens, len(self.last_token) - 1)
         known_T[:n], row_T[:n] = lane.known_T, lane.row_T
-        sample_rows = np.zeros(batch.shape.sequences, np.int64)
+        sample_rows = np.zeros(self.draws, np.int64)
         sample_rows[: len(lane.sample_rows)] = lane.sample_rows
         attention = batch.arrays(lane.lens_N3, lane.table_NP, lane.position_T, lane.slot_T)
         return [*attention, known_T, row_T, sample_rows]
@@ -144,8 +147,7 @@ class PromptGraphs:
 
     def _drawn_from(self, parts: Sequence[int]) -> torch.Tensor:
         """Logits without those of padding."""
-        each = self.engine.max_requests
-        rows = [self._logits_NV[n * each : n * each + count] for n, count in enumerate(parts)]
+        rows = [self._logits_NV[n * self.draws : n * self.draws + count] for n, count in enumerate(parts)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _capture(self, at: _Captured) -> None:
