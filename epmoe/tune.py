@@ -187,7 +187,7 @@ def _finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: List
             DOWN: partial(kernels.down, problem, index, tiles, act),
         }
     best: dict[tuple[int, int], dict] = {}
-    for (*blocks, tiles), us in _time_each(calls, timer, _copies(problem), listener).items():
+    for (*blocks, tiles), us in time_each(calls, timer, _copies(problem), listener).items():
         mine = best.setdefault(tuple(blocks), {})
         for part, each in us.items():
             mine[part] = min(mine.get(part, (each, tiles)), (each, tiles), key=lambda pair: pair[0])
@@ -209,14 +209,14 @@ def _vector_finalists(problem: Problem, heuristic: Choice, timer: Timer, listene
         }
         for tile in VECTORS
     }
-    us = _time_each(calls, timer, _copies(problem), listener)
+    us = time_each(calls, timer, _copies(problem), listener)
     if not us:
         return []
     pick = tuple(min(us, key=lambda tile: us[tile][name]) for name in (GATE_UP, DOWN))
     return [replace(heuristic, vector=pick)]
 
 
-def _time_each(calls: dict, timer: Timer, copies: int, listener: Listener) -> dict:
+def time_each(calls: dict, timer: Timer, copies: int, listener: Listener = Listener()) -> dict:
     """Candidate -> microseconds of its parts; those that fail are left out."""
     us = {}
     listener.step(f"compiling {len(calls)} candidates", 0.0)

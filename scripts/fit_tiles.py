@@ -30,7 +30,7 @@ from epmoe.ops.tiles import FORMS  # noqa: E402
 
 SHAPES = ("64,6,2048,1408", "60,4,2048,1408", "16,2,4096,6400", "128,8,4096,1536", "32,4,7168,2048", "8,2,6144,16384")
 TOKENS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LOW, HIGH = (50.0, 0.0, 2.5), (1000.0, 12.0, 4.8)
+LOW, HIGH = (50.0, 0.0, 2.5), (1000.0, 12.0, 5.5)
 STARTS = ((600.0, 0.5, 4.2), (300.0, 1.0, 4.0), (150.0, 0.2, 4.3))
 PARTS = ("gate_up", "down")
 
@@ -57,7 +57,8 @@ KNOWN = {key(form): form for form in FORMS}
 def measure(path: Path, shapes: list[str], tokens: list[int], seconds: float) -> None:
     import torch
 
-    from epmoe.tune import OPTIONS, Shape, Timer, down_triton, gate_up_triton, problem, random_weights
+    from epmoe.gpu_timer import Timer
+    from epmoe.tune import Shape, random_weights
 
     started, timer = time.monotonic(), Timer()
     cases = json.loads(path.read_text()) if path.is_file() else []
@@ -67,23 +68,33 @@ def measure(path: Path, shapes: list[str], tokens: list[int], seconds: float) ->
             if time.monotonic() - started > seconds:
                 print(f"out of time before {shape} at {count} tokens")
                 return
-            p, us = problem(shape, weights, count), {}
-            act_MF = None
-            for name, form in KNOWN.items():
-                if not worth(form, Layer(shape.experts, shape.hidden, shape.features, p.pairs, SMS)):
-                    continue
-                index = p.index(form.rows, form.tail)
-                one = partial(gate_up_triton, p.x_TD, index, weights, form.tiles, OPTIONS.act)
-                act_MF = one() if act_MF is None else act_MF
-                two = partial(down_triton, act_MF, index, weights, form.tiles)
-                times = timer.compare({PARTS[0]: [one], PARTS[1]: [two]}, 1, 4 if count <= 1024 else 2)
-                us[name] = [round(times[part], 1) for part in PARTS]
+            us = _measure_case(shape, weights, count, timer)
             sizes_now = [shape.experts, shape.top_k, shape.hidden, shape.features]
             cases.append({"shape": sizes_now, "tokens": count, "us": us})
             path.write_text("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n")
             print(f"{shape} {count} tokens: {min(us, key=lambda name: sum(us[name]))}", flush=True)
-        del weights, p, act_MF
+        del weights
         torch.cuda.empty_cache()
+
+
+def _measure_case(shape, weights, count: int, timer) -> dict[str, list[float]]:
+    """Form -> microseconds of both products."""
+    from epmoe.tune import HALF, problem, time_each
+
+    case = problem(shape, weights, count)
+    layer = Layer(shape.experts, shape.hidden, shape.features, case.pairs, SMS)
+    forms = {name: form for name, form in KNOWN.items() if worth(form, layer)}
+    first = next(iter(forms.values()))
+    act_MF = HALF.gate_up(case, case.index(first.rows, first.tail), first.tiles)
+    calls = {}
+    for name, form in forms.items():
+        index = case.index(form.rows, form.tail)
+        calls[name] = {
+            PARTS[0]: partial(HALF.gate_up, case, index, form.tiles),
+            PARTS[1]: partial(HALF.down, case, index, form.tiles, act_MF),
+        }
+    times = time_each(calls, timer, 4 if count <= 1024 else 2)
+    return {name: [round(us[part], 1) for part in PARTS] for name, us in times.items()}
 
 
 def fit(cases: list[dict]) -> list[Form]:

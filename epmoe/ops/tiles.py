@@ -50,17 +50,17 @@ TAIL = 32
 
 # Block rows, tail, tiles; then of gate_up and of down: TFLOP/s, us of a tile besides, TB/s.
 FORMS = (
-    Form(16, 0, STREAM, Speed(169, 0.0, 4.32), Speed(180, 0.4, 4.49)),
-    Form(16, 0, STREAM_TWO, Speed(228, 0.0, 4.44), Speed(208, 0.0, 4.53)),
-    Form(32, 0, STREAM, Speed(335, 0.4, 4.47), Speed(368, 0.8, 4.5)),
-    Form(32, 0, NARROW_THREE, Speed(360, 2.2, 4.36), Speed(315, 0.0, 4.38)),
-    Form(64, 0, NARROW, Speed(479, 0.0, 4.41), Speed(563, 0.0, 4.32)),
-    Form(64, 0, NARROW_THREE, Speed(445, 0.0, 4.46), Speed(509, 0.0, 4.34)),
-    Form(64, 0, BLOCKED_64, Speed(630, 0.2, 4.22), Speed(634, 0.7, 4.23)),
-    Form(128, 0, PAIRED, Speed(627, 1.0, 4.3), Speed(653, 0.0, 4.34)),
-    Form(128, 0, BLOCKED_128, Speed(686, 0.7, 4.15), Speed(712, 0.8, 4.13)),
-    Form(128, 0, SPECIALISED, Speed(680, 0.0, 4.49), Speed(715, 0.0, 4.19)),
-    Form(128, TAIL, SPECIALISED, Speed(794, 0.0, 4.15), Speed(812, 0.0, 3.98)),
+    Form(16, 0, STREAM, Speed(175, 0.0, 4.31), Speed(192, 0.6, 4.48)),
+    Form(16, 0, STREAM_TWO, Speed(241, 0.0, 4.43), Speed(246, 0.5, 4.49)),
+    Form(32, 0, STREAM, Speed(352, 0.7, 4.48), Speed(370, 0.5, 4.49)),
+    Form(32, 0, NARROW_THREE, Speed(360, 0.7, 4.37), Speed(326, 0.4, 4.4)),
+    Form(64, 0, NARROW, Speed(465, 0.0, 4.5), Speed(577, 0.4, 4.3)),
+    Form(64, 0, NARROW_THREE, Speed(453, 0.0, 4.53), Speed(530, 0.6, 4.34)),
+    Form(64, 0, BLOCKED_64, Speed(625, 0.0, 4.25), Speed(660, 1.2, 4.19)),
+    Form(128, 0, PAIRED, Speed(615, 0.4, 4.5), Speed(676, 0.7, 4.38)),
+    Form(128, 0, BLOCKED_128, Speed(742, 2.5, 4.22), Speed(771, 2.1, 4.21)),
+    Form(128, 0, SPECIALISED, Speed(669, 0.0, 4.92), Speed(777, 1.8, 4.42)),
+    Form(128, TAIL, SPECIALISED, Speed(688, 0.0, 5.01), Speed(813, 2.5, 4.32)),
 )
 
 
@@ -92,12 +92,12 @@ def _fastest(layer: Layer, specialised: bool) -> tuple[tuple[int, int], TileConf
 def vector_tiles(hidden: int, features: int, sms: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """(cols, depth, warps) of both vector kernels.
 
-    The second one has as many programs as ``hidden`` has columns for them, and an SM holds 8 of 2 warps or 4 of 4: the
-    tiles that make one full round of it are taken, or small ones where there are several rounds.
+    The second one has as many programs as ``hidden`` has columns for them, and an SM holds two of 8 warps or five of 4:
+    the tiles that make one round of it are taken, and small ones where there are several.
     """
-    if hidden <= 2 * 8 * sms:
-        down = (2, 1024, 2)
-    elif hidden <= 8 * 4 * sms:
+    if hidden <= 8 * 2 * sms:
+        down = (8, 1024, 8)
+    elif hidden <= 8 * 5 * sms:
         down = (8, 512, 4)
     else:
         down = (4, 1024, 4) if features <= 2048 else (2, 2048, 4)
