@@ -43,6 +43,9 @@ def read_torchrun() -> Torchrun | None:
         port = int(os.environ["MASTER_PORT"])
     except ValueError as error:
         raise UserError(f"a variable of torchrun is no whole number ({error}); start ranks with torchrun") from None
+    if not (0 <= local_rank < local_world <= world and local_rank <= rank < world and 0 < port < 1 << 16):
+        stated = ", ".join(f"{name} {os.environ[name]}" for name in TORCHRUN if name != "MASTER_ADDR")
+        raise UserError(f"torchrun's variables contradict each other: {stated}; start ranks with torchrun")
     return Torchrun(
         *(rank, world, local_rank, local_world),
         master_addr=os.environ["MASTER_ADDR"],

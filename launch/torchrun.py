@@ -26,6 +26,7 @@ from launch.env import Torchrun, allow_shared_gpus, child_environment, cores
 from launch.failure import RankFailure, read_error_files
 from launch.rank import be_rank
 from launch.signals import SIGNALS
+from placement.errors import UserError
 
 if TYPE_CHECKING:
     from epmoe.config import EngineConfig
@@ -43,7 +44,14 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     front, word = _start_front(torchrun, argv) if torchrun.rank == 0 else (None, None)
     started = threading.Event()
     _drain_on_signals(front, started)
-    word = json.loads(_share(torchrun, None if front is None else _front_word(front, word)))
+    line = None if front is None else _front_word(front, word)
+    try:
+        word = json.loads(_share(torchrun, line))
+    except BaseException:
+        if front is not None:  # it would report that this rank is gone, over the reason why
+            front.kill()
+            shutil.rmtree(json.loads(line)["run_dir"], ignore_errors=True)
+        raise
     started.set()
     run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else torchrun.log_dir
 
@@ -93,16 +101,20 @@ def _front_word(front: subprocess.Popen, word: int) -> str:
 
 def _share(torchrun: Torchrun, line: str | None) -> str:
     """Rank 0's line, on every rank, through the store that torchrun keeps for the job."""
-    from torch.distributed import TCPStore
+    from torch.distributed import DistNetworkError, TCPStore
 
-    store = TCPStore(
-        torchrun.master_addr,
-        torchrun.master_port,
-        is_master=not torchrun.agent_store and torchrun.rank == 0,
-        timeout=timedelta(seconds=JOIN_S),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    try:
+        store = TCPStore(
+            torchrun.master_addr,
+            torchrun.master_port,
+            is_master=not torchrun.agent_store and torchrun.rank == 0,
+            timeout=timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistNetworkError as error:
+        where = f"{torchrun.master_addr}:{torchrun.master_port}"
+        raise UserError(f"cannot meet the other ranks at {where}: {error}; give another --master-port") from None
     key = f"epmoe/front/{torchrun.restart}"
     if line is not None:
         store.set(key, line)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -217,6 +218,33 @@ def test_output_that_nobody_takes(target, code):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == (code > 0) and "Traceback" not in done.stderr, done.stderr
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"RANK": "1"}, {"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_RANK": "-1"}]
+)
+def test_variables_of_torchrun_that_contradict_each_other(monkeypatch, capsys, changes):
+    for name, value in {**TORCHRUN, "MASTER_PORT": "29500", **changes}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", "--model", "demo", "--prompt", "x"]) == 2
+    assert " ".join(next(iter(changes.items()))) in one_line(capsys)
+
+
+def test_a_rendezvous_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", "generate", "--model", "demo", "--prompt", "x"],
+            env={**os.environ, **TORCHRUN, "MASTER_PORT": str(taken.getsockname()[1]), "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "address already in use" in done.stderr.splitlines()[-1] and "--master-port" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hub_out_of_reach(capsys, tmp_path, monkeypatch):
