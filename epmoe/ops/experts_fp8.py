@@ -202,7 +202,7 @@ BLOCKED = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=2)
 BLOCKED_THREE = TileConfig(cols=BLOCK, depth=BLOCK, warps=4, stages=3, per_sm=3)
 # By mean pairs per slot, up to: block rows, gate_up, down.
 BY_MEAN = (
-    (24, 16, STREAM, STREAM_FOUR),
+    (12, 16, STREAM, STREAM_FOUR),
     (40, 32, STREAM_32, STREAM_32),
     (160, 64, BLOCKED_THREE, BLOCKED_THREE),
     (float("inf"), 64, BLOCKED, BLOCKED),
