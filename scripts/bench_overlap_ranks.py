@@ -47,6 +47,7 @@ class Step:
         self.inputs = {lanes: rank.inputs(tokens, lanes) for lanes in (1, 2)}
 
     def begin(self, lanes: int) -> None:
+        self.exchange.shares_sms = lanes == 2
         self.exchange.begin_step(max(len(lane.x_TD) for lane in self.inputs[lanes]))
 
     def sms(self, lanes: int) -> int:

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drive import Script, drive
 from p2p_cases import Case, lockstep_ranks
+from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm, PeerMemory
+from epmoe.model.decoder import Decoder
 from epmoe.moe.by_size import Cost, wire_bytes
 from epmoe.moe.exchange import LANES, ExchangeShape
 from epmoe.moe.p2p import PeerFailed, buffer_size, first_copied, lane_layout, p2p_unavailable
@@ -131,3 +134,28 @@ def test_ranks_may_share_memory_of_gpus_with_one_number(monkeypatch):
     monkeypatch.setenv(SHARED_GPU_MEMORY, "0")  # the user's word stands
     allow_shared_gpus()
     assert os.environ[SHARED_GPU_MEMORY] == child_environment(1)[SHARED_GPU_MEMORY] == "0"
+
+
+def steps_of(comm: Comm, config: dict) -> list[tuple[int, bool]]:
+    """The lanes of each forward pass, and what the exchange was told."""
+    seen, forward = set(), Decoder.forward
+
+    def watched(self, lanes, *args):
+        logits = forward(self, lanes, *args)
+        seen.add((len(lanes), self.exchange.shares_sms))
+        return logits
+
+    Decoder.forward = watched
+    try:
+        prompts = [(n, [5, 6, 7 + n], {"temperature": 0.0, "max_tokens": 3}) for n in range(4)]
+        drive(comm, config, Script(prompts))
+    finally:
+        Decoder.forward = forward
+    return sorted(seen)
+
+
+@pytest.mark.parametrize("overlap,steps", [("on", [(2, True)]), ("off", [(1, False)])])
+def test_the_exchange_is_told_whether_another_lane_computes(tmp_path, rank_pool, overlap, steps):
+    model = str(save_tiny(tmp_path, "mixtral"))
+    config = {"model": model, "ranks": 2, "max_model_len": 64, "overlap": overlap, "exchange": "auto"}
+    assert rank_pool(2).run(steps_of, config) == [steps] * 2

@@ -103,6 +103,7 @@ class Decoder:
                 and its first row in the step.
         """
         first = [0, *accumulate(len(batch.token_T) for batch in lanes)]
+        self.exchange.shares_sms = len(lanes) > 1
         num_sms = free_sms(self.exchange) if len(lanes) > 1 else 0
         places = [Place(n, first[n], num_sms, []) for n in range(len(lanes))]
         stages = [self._lane(place, batch, cache, observe) for place, batch in zip(places, lanes)]

@@ -118,6 +118,14 @@ class BySize:
         """SMs that the present step's exchange takes beside compute."""
         return getattr(self.current, "ctas", 0)
 
+    @property
+    def shares_sms(self) -> bool:
+        return self.current.shares_sms
+
+    @shares_sms.setter
+    def shares_sms(self, value: bool) -> None:
+        self.current.shares_sms = value
+
     def overflowed(self) -> torch.Tensor | None:
         return self.current.overflowed()
 

@@ -159,6 +159,7 @@ class Exchange(Protocol):
         may_overflow: the present step may drop rows; ``overflowed`` then says so, and the step must run again after
             ``begin_step(tokens, exact=True)`` before anything of it counts.
         buffer_bytes: held for the engine's life, allocated when the exchange is opened.
+        shares_sms: another lane computes beside the transfers of the present step; set before its first stage.
     """
 
     comm: Comm
@@ -168,6 +169,7 @@ class Exchange(Protocol):
     waits_for_counts: bool
     may_overflow: bool
     buffer_bytes: int
+    shares_sms: bool
 
     def expect_traffic(self, rows_WW: np.ndarray) -> None:
         """Expected rows from each rank (first index) to each, the same figures on all ranks: the order in which peers

@@ -30,6 +30,7 @@ from epmoe.moe.by_size import Cost, wire_bytes
 from epmoe.moe.exchange import LANES, ExchangeShape, Received, Traffic
 from epmoe.moe.p2p_transports import Copy, Device, Put, open_lanes
 from epmoe.moe.peer_order import matched_order
+from epmoe.ops.launch import sm_count
 from epmoe.ops.p2p_layout import MOST_TOKENS, POSITIONS, STATE, STEP, TOKENS, Layout
 from epmoe.ops.p2p_ranks import PutOptions, peer_order
 from epmoe.ops.p2p_signal import ABORT, GONE, HOST_WORDS, RECORD, Failure, read_failure
@@ -38,6 +39,8 @@ from epmoe.ops.wire import wire_bytes as bytes_on_wire
 LIMIT_S = 300.0  # a peer may be compiling; one whose process ends is noticed at once
 # Tokens. By itself put is faster at every size measured, but its shapes must do for all tokens at one rank.
 COPY_FROM = 4096
+# SMs of a transfer that no other lane computes beside: sums of many rows are then as fast as the link.
+WIDE = 64
 MOST_RANKS = 63  # a bit each
 
 
@@ -89,29 +92,26 @@ class P2P:
         self.lanes = open_lanes(self.memory, layout, LANES, self._order_1W, comm.rank)
         self.device = device = Device(comm, shape, layout, self.lanes, order_1W[0].tolist(), self.host, limit_s)
         side = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
-        self.put, self.copy = Put(device, PutOptions(), side), Copy(device)
+        wide = PutOptions(min(WIDE, sm_count(comm.device)))
+        self.put, self.wide, self.copy = Put(device, PutOptions(), side), Put(device, wide, side), Copy(device)
+        self.shares_sms = False
         words = self.memory.local[: LANES * layout.total].view(torch.int64).view(LANES, -1)
         self._step_L = words[:, layout.at("state") // 8 + STEP]
         self._gone: list[int] = []
         self.buffer_bytes = LANES * layout.total
         self.copy_from = first_copied(comm.world, shape, costs or {})
         self.bound = max(shape.max_tokens, 1)
-        self.transport: Put | Copy = self.put
+        self.waits_for_counts = False  # the present step is copied
 
     @property
     def ctas(self) -> int:
-        """SMs that a transfer takes beside compute in this step."""
-        return self.put.options.programs if self.transport is self.put else 0
-
-    @property
-    def waits_for_counts(self) -> bool:
-        return self.transport is self.copy
+        """SMs that a transfer takes beside compute in this step, if it shares them."""
+        return 0 if self.waits_for_counts else self.put.options.programs
 
     def begin_step(self, tokens: int, exact: bool = False) -> None:
         assert tokens <= self.layout.tokens, f"{tokens} tokens, the buffers are for {self.layout.tokens}"
         self.bound = max(tokens, 1)
-        large = tokens >= self.copy_from and tokens > self.shape.graph_tokens
-        self.transport = self.copy if large else self.put
+        self.waits_for_counts = tokens >= self.copy_from and tokens > self.shape.graph_tokens
         self._step_L.fill_(self.comm.at.step)
 
     def expect_traffic(self, rows_WW: np.ndarray) -> None:
@@ -126,7 +126,9 @@ class P2P:
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
         self.comm.at.stage = "dispatch"
         assert len(x_TD) <= self.bound, f"{len(x_TD)} tokens in a step of at most {self.bound}"
-        return self.transport.dispatch_begin(x_TD, slot_TK, weight_TK, lane, self.bound)
+        put = self.put if self.shares_sms else self.wide
+        transport = self.copy if self.waits_for_counts else put
+        return transport.dispatch_begin(x_TD, slot_TK, weight_TK, lane, self.bound)
 
     def dispatch_send(self, sending):
         return sending.by.dispatch_send(sending)
