@@ -31,6 +31,7 @@ HOME_SLACK = 1.09  # most tokens of a home over the mean
 COPY_SLACK = 1.03  # where experts have copies: there uneven homes are uneven load, and even ones cost few rows
 RIDGE = 30.0  # in units of the mean squared distance of a training request from the mean
 _CHUNK_CELLS = 1 << 21
+_MOST_FITTED = 4096  # requests that the tables are fitted on: they are smooth, and the work goes with the cube
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,13 +121,15 @@ def assign_homes(
         choice_W = np.where(fits_W, value_RW[request], -np.inf) if fits_W.any() else -load_W
         homes[request] = choice_W.argmax()
         load_W[homes[request]] += tokens_R[request]
-    for _ in range(20 * R if improve else 0):
+    tries = min(20 * R, _PAIRS // max(1, min(R, _MANY)) ** 2) if improve else 0
+    for _ in range(tries):
         if not _improve_once(homes, load_W, value_RW, tokens_R, cap):
             break
     return homes
 
 
 _MANY = 2048  # requests whose exchanges are looked at together
+_PAIRS = 400_000_000  # pairs of requests looked at before a batch is taken as it is
 
 
 def _improve_once(
@@ -190,6 +193,9 @@ def per_request(value_TX: np.ndarray, trace: Trace, first: int | None = None) ->
 
 def fit_affinity(plan: Plan, trace: Trace, probe: int = 32) -> Affinity:
     """The tables for a plan, from training requests; ``probe``: tokens that are seen before a home is chosen."""
+    if len(trace.seq_lens) > _MOST_FITTED:
+        some = np.random.default_rng(0).choice(len(trace.seq_lens), _MOST_FITTED, replace=False)
+        trace = trace.take_sequences(np.sort(some))
     score_RW = -remote_rows_RW(plan, trace)
     weight_R = trace.seq_lens.astype(np.float64)
     L, E = trace.shape.num_layers, trace.shape.num_experts
@@ -219,14 +225,18 @@ def _token_table(trace: Trace, heads: list[slice], score_RW: np.ndarray, weight_
 
 
 def _ridge(feature_RX: np.ndarray, score_RW: np.ndarray, weight_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(slope ``[X, W]``, constant ``[W]``): penalised least squares, in the dual (fewer requests than features)."""
-    if not len(feature_RX):
-        return np.zeros((feature_RX.shape[1], score_RW.shape[1])), np.zeros(score_RW.shape[1])
+    """(slope ``[X, W]``, constant ``[W]``): penalised least squares; in the dual where features are more."""
+    R, X = feature_RX.shape
+    if not R:
+        return np.zeros((X, score_RW.shape[1])), np.zeros(score_RW.shape[1])
     mean_X = feature_RX.mean(0, dtype=np.float64)
     mean_W = np.average(score_RW, axis=0, weights=np.maximum(weight_R, 1e-12))
     centred = feature_RX - mean_X
-    kernel = centred @ centred.T
-    penalty = RIDGE * max(np.trace(kernel) / len(kernel), 1e-12) / len(kernel)
-    dual = np.linalg.solve(kernel + penalty * np.eye(len(kernel)), score_RW - mean_W)
-    slope = centred.T @ dual
+    kernel = centred.T @ centred if X < R else centred @ centred.T
+    penalty = RIDGE * max(np.trace(kernel) / R, 1e-12) / R
+    kernel[np.diag_indices(len(kernel))] += penalty
+    if X < R:
+        slope = np.linalg.solve(kernel, centred.T @ (score_RW - mean_W))
+    else:
+        slope = centred.T @ np.linalg.solve(kernel, score_RW - mean_W)
     return slope, mean_W - mean_X @ slope

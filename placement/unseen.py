@@ -22,6 +22,7 @@ from placement.trace import Trace
 FIRST_PRICE = 10.0  # a spread of 2% costs 0.004 rows per (token, choice)
 PRICE_RANGE = (1.0, 40.0)  # above it training loads are even, and rows are paid for nothing
 CROSSINGS = 2  # plans of each half: one alone is half noise
+MOST_DRAWN = 1024  # requests of a batch that is drawn and given homes
 FEWEST_SEQUENCES = 32  # whole ones; halves of fewer differ by chance more than by drift
 PRICE_STEP = 60.0  # the price's logarithm moves by this much per unit of tail; five times the price lowers it by 0.015
 
@@ -83,14 +84,16 @@ def served_rise(plan: Plan, problem: Problem, score_RW: np.ndarray, slack: float
         return tail_rise(plan, trace, speed_W, problem.seed)
     load_HRLW = np.stack([request_loads(plan, trace, np.full(R, home)) for home in range(plan.ranks)])
     total_LW = load_HRLW[problem.homes, np.arange(R)].sum(0)
+    batch = min(R, MOST_DRAWN)
 
     def draw() -> np.ndarray:
-        some = rng.integers(0, R, R)
+        some = rng.integers(0, R, batch)
         homes = assign_homes(score_RW[some], trace.seq_lens[some], slack, improve=False)
         load_LW = load_HRLW[homes, some].sum(0)
         return load_LW * (total_LW.sum(-1, keepdims=True) / np.maximum(load_LW.sum(-1, keepdims=True), 1e-12))
 
-    unseen = [np.maximum(total_LW + draw() - draw(), 0) for _ in range(DRAWS)]
+    noise = [np.sqrt(batch / R) * (draw() - draw()) for _ in range(DRAWS)]  # that of R requests
+    unseen = [np.maximum(total_LW + noise_LW, 0) for noise_LW in noise]
     before = cost.compute_tail_L(total_LW, speed_W).mean()
     return float(max(0.0, np.mean([cost.compute_tail_L(load_LW, speed_W).mean() for load_LW in unseen]) - before))
 

@@ -10,7 +10,7 @@ from test_joint import random_trace, require_sound
 from placement import cost, homes
 from placement.cohome import place_with_homes
 from placement.errors import UserError
-from placement.homes import Affinity, assign_homes, fit_affinity, remote_rows_RW, score_prompt, score_routing
+from placement.homes import Affinity, _ridge, assign_homes, fit_affinity, remote_rows_RW, score_prompt, score_routing
 from placement.plan import MoEShape, linear_plan, make_plan
 from placement.solution import make_problem
 
@@ -111,3 +111,14 @@ def test_requests_are_needed():
     problem = make_problem(random_trace(0, 2, 8, 2), 2, objective="dispatch_rows")
     with pytest.raises(UserError, match="give a trace"):
         place_with_homes(problem)
+
+
+def test_tables_do_not_depend_on_the_way_they_are_solved():
+    """More requests than features are solved in the primal: the same as the dual of features without counts."""
+    rng = np.random.default_rng(0)
+    feature_RX, score_RW, weight_R = rng.normal(size=(40, 25)), rng.normal(size=(40, 3)), rng.random(40)
+    slope, constant = _ridge(feature_RX, score_RW, weight_R)
+    padded, same = _ridge(np.pad(feature_RX, ((0, 0), (0, 30))), score_RW, weight_R)
+    np.testing.assert_allclose(padded[:25], slope, atol=1e-9)
+    np.testing.assert_allclose(same, constant, atol=1e-9)
+    assert np.abs(padded[25:]).max() < 1e-12
