@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None, starting: Starting | None = None) -> int
     ``starting`` says how the ranks come to be; the default spawns them, or is one of them under torchrun.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model writes what a terminal's encoding may lack
     try:
         if starting is None and (torchrun := read_torchrun()) is not None:
             from launch.rank import leave

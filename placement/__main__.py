@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 
@@ -35,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     one_blas_thread()
     try:
-        return args.run(args)
+        code = args.run(args)
+        if sys.stdout is not None:  # as where the shell closed it
+            sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"epmoe-placement {args.command}: {error}", file=sys.stderr)
         return 2
@@ -43,8 +47,19 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _give_up_output()
+        print(f"epmoe-placement {args.command}: cannot write the output: {error.strerror}; make room", file=sys.stderr)
+        return 1
+
+
+def _give_up_output() -> None:
+    """What is left for standard output goes nowhere, so that the interpreter's last flush cannot fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line: what it accepts, what it refuses in one line, and what a run gives back."""
 
 import argparse
+import io
 import json
 import os
 import socket
@@ -212,9 +213,20 @@ def test_no_room_for_the_run(model, monkeypatch, capsys):
     assert "No such file" in line and "TMPDIR" in line
 
 
-@pytest.mark.parametrize("target, code", [(">/dev/full", 1), (">&-", 0), ("| true", 141)])
-def test_output_that_nobody_takes(target, code):
-    command = f"set -o pipefail; sleep 0.3 | true; {sys.executable} -m launch --help {target}"
+TRACE = "epmoe/demo_model/trace_c.npz"
+
+
+@pytest.mark.parametrize(
+    "words, target, code",
+    [
+        ("launch --help", ">/dev/full", 1),
+        ("launch --help", ">&-", 0),
+        ("launch --help", "| true", 141),
+        (f"placement inspect {TRACE}", ">/dev/full", 1),
+    ],
+)
+def test_output_that_nobody_takes(words, target, code):
+    command = f"set -o pipefail; {sys.executable} -m {words} {target}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == (code > 0) and "Traceback" not in done.stderr, done.stderr
@@ -494,6 +506,13 @@ def test_a_reader_that_leaves_costs_the_output_and_not_the_files(model, prompts,
     assert done.returncode == 141 and done.stderr.splitlines()[-1].startswith("epmoe: stopped: nobody reads")
     assert "Traceback" not in done.stderr
     assert (tmp_path / "out.json").exists() and (tmp_path / "trace.npz").exists()
+
+
+def test_a_terminal_without_the_letters(model, monkeypatch):
+    bytes_out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_out, encoding="ascii"))
+    assert main(["generate", "--model", str(model), "--prompt", "日", "--max-tokens", "2"]) == 0
+    assert b"=== \\u65e5" in bytes_out.getvalue()
 
 
 def test_torchrun_gives_the_same(spawned, model, prompts, tmp_path):
