@@ -44,6 +44,7 @@ NOTE = (
 )
 COMPUTE = ("attention", "router", "shared", "experts", "sum")
 TRAVEL = ("dispatch", "combine")
+STAGE_MS = 15  # of a stage timed alone: clocks rise again after some tens of milliseconds of less power
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,26 @@ def capture(run: Callable[[], object], reads: object) -> Captured:
     return Captured(graph, (run, reads))
 
 
-def replay_us(captured: Captured, warm_ms: float, timed_ms: float) -> float:
-    """Microseconds of one replay under the clocks that the load itself brings about."""
+def replay_us(captured: Captured, warm_ms: float, timed_ms: float, load: Captured | None = None) -> float:
+    """Microseconds of one replay, under the clocks that ``load`` brings about that runs just before (None: itself)."""
+    once = replays_us(captured, 1)
+    load_once = once if load is None else replays_us(load, 1)
+    for _ in range(max(1, int(1e3 * warm_ms / load_once))):
+        (load or captured).graph.replay()
+    return replays_us(captured, max(1, int(1e3 * timed_ms / once)), settle=False)
+
+
+def replays_us(captured: Captured, count: int, settle: bool = True) -> float:
+    """Microseconds of each of ``count`` replays, behind one more if they are to ``settle``."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    graph = captured.graph
-    graph.replay()
-    marks[0].record()
-    graph.replay()
-    marks[1].record()
-    marks[1].synchronize()
-    once = max(marks[0].elapsed_time(marks[1]), 1e-3)
-    for _ in range(int(warm_ms / once)):
-        graph.replay()
-    count = max(1, int(timed_ms / once))
+    if settle:
+        captured.graph.replay()
     marks[0].record()
     for _ in range(count):
-        graph.replay()
+        captured.graph.replay()
     marks[1].record()
     marks[1].synchronize()
-    return marks[0].elapsed_time(marks[1]) * 1e3 / count
+    return max(marks[0].elapsed_time(marks[1]) * 1e3 / count, 1.0)
 
 
 def step_graph(rank: lib.Rank, tokens: int, lanes: int, num_sms: int) -> tuple[Captured, list]:
@@ -136,19 +138,23 @@ def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int)
     return graphs
 
 
-def stage_times(rank, tokens: int, lanes: int, num_sms: int, ms: tuple[float, float]) -> list[dict[str, float]]:
-    """Microseconds of each stage of each lane, alone."""
+def stage_times(rank, tokens: int, lanes: int, ms: tuple[float, float], load: Captured) -> list[dict[str, float]]:
+    """Microseconds of each stage of each lane, alone: short runs, each behind ``load``, so that the chip's power limit
+    sets the same clocks as for the layers together."""
+    num_sms = free_sms(rank.exchange)
     inputs = rank.inputs(tokens, lanes)
     rank.fix_traffic(inputs)
     times = []
     for number, lane in enumerate(inputs):
         if len(lane.x_TD):
             graphs = stage_graphs(rank, lane, number, num_sms)
-            times.append({name: replay_us(graph, *ms) / rank.layers for name, graph in graphs.items()})
+            short = (ms[0], min(ms[1], STAGE_MS), load)
+            times.append({name: replay_us(graph, *short) / rank.layers for name, graph in graphs.items()})
     return times
 
 
-def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float]) -> dict:
+def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float], bound: bool) -> dict:
+    """One size; with ``bound`` also what its two lanes could at best take."""
     num_sms = free_sms(rank.exchange)
     modes = {}
     graphs = {}
@@ -166,15 +172,17 @@ def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float]) 
             times[name].append(replay_us(graph, *ms))
     median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
     case = {"tokens": tokens, "us": median, "all_us": times}
-    case["unsplit_us"] = stage_times(rank, tokens, 1, num_sms, ms)[0]
+    case["unsplit_us"] = stage_times(rank, tokens, 1, ms, graphs["unsplit"])[0]
     if "overlapped" in modes:
         case["apart"] = float((modes["unsplit"] - modes["overlapped"]).norm() / modes["unsplit"].norm())
+    if bound:
+        case["lanes_us"] = stage_times(rank, tokens, 2, ms, graphs["overlapped"])
+        against_bound(rank, case)
     return case
 
 
-def against_bound(rank: lib.Rank, case: dict, ms: tuple[float, float]) -> dict:
-    """The case with the bound of its two lanes and how near the overlapped run comes."""
-    case["lanes_us"] = stage_times(rank, case["tokens"], 2, free_sms(rank.exchange), ms)
+def against_bound(rank: lib.Rank, case: dict) -> None:
+    """Adds the bound of its two lanes, and how near the overlapped run comes, to the case."""
     compute = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in COMPUTE)
     travel = rank.layers * sum(lane.get(s, 0) for lane in case["lanes_us"] for s in TRAVEL)
     bound, exact = best_makespan(layer_tasks(case["lanes_us"], rank.layers))
@@ -185,7 +193,6 @@ def against_bound(rank: lib.Rank, case: dict, ms: tuple[float, float]) -> dict:
         lane["dispatch"] <= lane["attention"] + lane.get("shared", 0) and lane["combine"] <= lane["experts"]
         for lane in case["lanes_us"]
     )
-    return case
 
 
 def decide(cases: list[dict], ranks: int) -> list[dict]:
@@ -252,9 +259,7 @@ def run_link(rank: lib.Rank, args: argparse.Namespace, report: dict) -> None:
     done = []
     for tokens in [*wanted, *(size for size in reversed(auto) if size not in wanted)]:
         try:
-            case = run_case(rank, tokens, args.rounds, ms)
-            if tokens in wanted:
-                against_bound(rank, case, ms)
+            case = run_case(rank, tokens, args.rounds, ms, tokens in wanted)
             done.append(case)
             report["cases"].append({"shape": rank.shape.name, "gbps": rank.exchange.link.gbps, **case})
             show(rank.shape.name, rank.exchange.link.gbps, case)
