@@ -4,7 +4,9 @@ gate_up_gemm.py and down_gemm.py hold the other form of each, and say what they 
 One program per SM: two warpgroups multiply tiles of 128 pairs x 256 weight rows, a producer fetches weights by TMA and
 rows by TMA (second GEMM) or by a gather of four warps (first).  They meet at STAGES buffers, each with a *full* and an
 *empty* barrier: the n-th use of a buffer waits for parity ``n & 1`` of *full* and the opposite of *empty*.  Loads thus
-run on across tiles and under the epilogue.
+run on across tiles and under the epilogue.  A region of its own, in which one warp makes these barriers ready, and the
+producer as the first partition keep barriers of some warps away from where others wait for all: racecheck takes the
+hand-over to a region for a race where they meet (scripts/racecheck_handover.py).
 
 With TAIL the last block of a slot may hold up to TAIL pairs more than 128 (`BlockSchedule`): these are multiplied
 beside the 128, with the same weights as the left operand, and so is a block of at most TAIL pairs.  That saves a block
@@ -60,6 +62,20 @@ def _load(
         fetch(a, t_desc, w_desc, bufs, barriers, schedule, sizes, GROUP, TAIL)
 
 
+@gluon.jit
+def _wait():
+    pass
+
+
+@gluon.jit
+def _prepare(full, empty, ARRIVALS: gl.constexpr):
+    STAGES: gl.constexpr = full.shape[0]
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=ARRIVALS)
+        mbarrier.init(empty.index(s), count=2)
+    fence_async_shared()  # TMA, of the async proxy, is to find the barriers ready
+
+
 @gluon.jit(do_not_specialize=["L"])
 def specialised_gemm_kernel(
     a,
@@ -79,7 +95,6 @@ def specialised_gemm_kernel(
     STAGES: gl.constexpr,
     A_LAYOUT: gl.constexpr,
     T_LAYOUT: gl.constexpr,
-    GATHER_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -99,10 +114,8 @@ def specialised_gemm_kernel(
         out_bufs = gl.allocate_shared_memory(w_desc.dtype, [2, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1 + (0 if ACT is None else GATHER_WARPS * 32))
-        mbarrier.init(empty.index(s), count=2)
-    fence_async_shared()  # TMA, of the async proxy, is to find the barriers ready
+    GATHERING: gl.constexpr = 0 if ACT is None else gl.num_warps() * 32
+    gl.warp_specialize([(_wait, ()), (_wait, ()), (_prepare, (full, empty, 1 + GATHERING))], [4, 1], [168, 168])
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -112,12 +125,12 @@ def specialised_gemm_kernel(
     out = (out_desc, out_ptr)
     gl.warp_specialize(
         [
+            (_load, (a, t_desc, w_desc, row_ptr, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
             (_first_half, (out, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
             (_second_half, (out, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
-            (_load, (a, t_desc, w_desc, row_ptr, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
         ],
-        [4, GATHER_WARPS],
-        REGISTERS,
+        [4, 4],
+        [REGISTERS, REGISTERS],
     )
 
 
@@ -166,8 +179,7 @@ def specialised_gemm(
         STAGES=STAGES,
         A_LAYOUT=a_layout,
         T_LAYOUT=t_layout,
-        GATHER_WARPS=4 if act else 1,
-        REGISTERS=(208, 88) if act else (240, 24),
+        REGISTERS=208 if act else 232,
         num_warps=4,
         **({"PDL": False} if num_sms else pdl_options(out)),
     )
