@@ -6,7 +6,8 @@
 In this order, each part guarded so that a failing one does not lose the rest: kernels compiled side by side in
 processes, checks against float32, ceilings of the machine, and per (shape, T): tiles tuned, the layer timed beside its
 peers, skewed routing, components.  A case whose own check is red is not timed.  ``--untuned`` leaves out the tuning and
-its checks and times the heuristic's tiles, also on 116 and 124 SMs; a shape may be given as E:K:D:F.
+its checks and times the heuristic's tiles, also on 116 and 124 SMs, deterministic mode up to 4096 tokens.  A shape may
+be given as E:K:D:F, and with numbers of tokens of its own: mixtral=1+64.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def time_case(timer, shape, weights, tokens, choice, routing, peers, untuned=Fal
     }
     if untuned:
         del functions["default"]
+        if tokens > 4096:
+            del functions["deterministic"]
         for sms in FEWER_SMS if tokens in (64, 1024, 4096) and routing == "uniform" else ():
             options = ExpertOptions(num_sms=sms)
             functions[f"{sms} SMs"] = lambda x, g, o=options: lib.layer(x, g, weights, shape, choice, options=o)
@@ -228,7 +231,12 @@ def main() -> int:
     start = time.monotonic()
     left = lambda: args.seconds - (time.monotonic() - start)  # noqa: E731
     known = {shape.name: shape for shape in lib.SHAPES}
-    shapes = [known.get(name) or lib.Shape(name, *map(int, name.split(":"))) for name in args.shapes.split(",")]
+    tokens = {}
+    for text in args.shapes.split(","):
+        name, _, own = text.partition("=")
+        shape = known.get(name) or lib.Shape(name, *map(int, name.split(":")))
+        tokens[shape] = [int(t) for t in (own.split("+") if own else args.tokens.split(","))]
+    shapes = list(tokens)
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     report |= {"triton": triton.__version__, "device": torch.cuda.get_device_name()}
     report |= {k: [] for k in ("checks", "tuning", "cases", "components")} | {"invariant": {}}
@@ -240,7 +248,7 @@ def main() -> int:
     print({k: report[k] for k in ("device", "torch", "triton", "ceilings")}, flush=True)
     for shape in shapes:
         try:
-            run_shape(timer, shape, [int(t) for t in args.tokens.split(",")], report, left, args.untuned)
+            run_shape(timer, shape, tokens[shape], report, left, args.untuned)
         except Exception:
             traceback.print_exc()
         torch.cuda.empty_cache()
