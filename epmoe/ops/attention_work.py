@@ -84,7 +84,7 @@ class Heads:
         return Tiling(64, 64, warps=8, stages=2) if self.latent else Tiling(128, 64, warps=8, stages=2, registers=128)
 
 
-PRODUCTS = Tiling(PRODUCT_ROWS, PRODUCT_KEYS, warps=8, products=True)
+PRODUCTS = Tiling(PRODUCT_ROWS, PRODUCT_KEYS, warps=8, stages=4, products=True)
 FIXED = Tiling(64, 64, 512, exact=True)
 FIXED_LATENT = Tiling(64, 64, 512, warps=8, stages=2, exact=True)
 
