@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Decode of a whole Qwen3-30B-A3B-shaped model (random bf16 weights) on one GPU, through the engine.
 
-    scripts/bench_decode.py [--batches 1,64,256] [--steps 40] [--peer] [--json FILE]
+    scripts/bench_decode.py [--batches 1,64,256] [--steps 40] [--capture] [--prefill] [--peer] [--json FILE]
 
 Every case: requests are prefilled to the context by the engine itself, then whole engine steps are timed while all of
 them decode.  *limit*: the bytes a step must read (weights it uses, given the experts active in this very run, and all
 keys and values) at --bandwidth.  *host*: share of a step in which the host does not just wait for the device.  *gap*:
 device time between the end of a step's graph and the start of the next one's.  --peer adds transformers over the same
-weights: one request by generate, 256 by its continuous batching (prompts of 64 tokens, so that it ends; the shorter
-context is in its favour).
+weights: one request by generate, 256 by its continuous batching (prompts of 16 tokens, so that it ends; the shorter
+context is in its favour).  --prefill adds the cases of `bench_prefill.py`, over the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.engine.engine import Engine  # noqa: E402
-from scripts import decode_peer  # noqa: E402
+from scripts import bench_prefill, decode_peer  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 
 WARM = 6  # decode steps ahead of the timed ones: compile, capture, settle
@@ -42,9 +42,9 @@ def main() -> int:
     print(report["device"], report["torch"], report["triton"], report["ceilings"], lib.clocks(), flush=True)
     torch.cuda.empty_cache()
     room = args.context + 64 + 3 * args.steps + sum(batches) * args.context // args.chunk
-    folder = lib.shape_folder(args.layers)
+    folder, load = lib.shape_folder(args.layers), lib.kept(lib.random_load)
     engine = lib.open_engine(
-        folder, "cuda", max_batch_tokens=args.chunk, max_requests=max(batches),
+        folder, "cuda", load, max_batch_tokens=args.chunk, max_requests=max(batches),
         max_model_len=room, block_size=args.block_size, num_blocks=max(batches) * (-(-room // args.block_size)),
         graphs=not args.eager, capture_at_start=args.capture, combine=args.combine,
     )  # fmt: skip
@@ -65,11 +65,15 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     report["clocks_after"] = lib.clocks()
-    if args.peer:
-        config, weights = engine.model, engine.runner.decoder.weights
-        del engine
-        gc.collect()
+    config, weights = engine.model, engine.runner.decoder.weights
+    del engine
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    if args.prefill:
+        report["prefill"] = bench_prefill.run_cases(bench_prefill.CASES, folder, load, report["ceilings"])
         torch.cuda.empty_cache()
+    if args.peer:
         report["peer"] = decode_peer.measure_all(folder, config, weights)
     print("clocks", report["clocks_after"], f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
     if args.json:
@@ -182,6 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--capture", action="store_true", help="capture the graphs of all sizes at start-up")
+    parser.add_argument("--prefill", action="store_true", help="the cases of bench_prefill.py too, afterwards")
     parser.add_argument("--peer", action="store_true", help="transformers too, afterwards")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -26,6 +26,8 @@ from epmoe.checkpoint import Loader  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
 
+CASES = "16x1024:16384,1x16384:4096"
+
 
 def main() -> int:
     args = arguments()
@@ -35,21 +37,27 @@ def main() -> int:
     print(report["device"], report["torch"], report["triton"], report["ceilings"], lib.clocks(), flush=True)
     torch.cuda.empty_cache()
     folder, load = lib.shape_folder(args.layers), lib.kept(lib.random_load)
-    for name in args.cases.split(","):
-        try:
-            report["cases"].append(case(name, folder, load, args))
-            show(report["cases"][-1], report["ceilings"])
-        except Exception:
-            traceback.print_exc()
-        torch.cuda.empty_cache()
-        if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report["cases"] = run_cases(args.cases, folder, load, report["ceilings"], args.rounds, args.plain)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     print("clocks", lib.clocks(), f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
     return 0
 
 
-def case(name: str, folder: str, load: Loader, args: argparse.Namespace) -> dict:
-    rounds = args.rounds
+def run_cases(cases: str, folder: str, load: Loader, ceilings: dict, rounds: int = 3, plain: bool = True) -> list[dict]:
+    """Time and show what can be."""
+    found = []
+    for name in cases.split(","):
+        try:
+            found.append(case(name, folder, load, rounds, plain))
+            show(found[-1], ceilings)
+        except Exception:
+            traceback.print_exc()
+        torch.cuda.empty_cache()
+    return found
+
+
+def case(name: str, folder: str, load: Loader, rounds: int, plain: bool) -> dict:
     prompts, rest = name.split("x")
     length, budget = map(int, rest.split(":"))
     room, count = length + 64, int(prompts)
@@ -60,7 +68,7 @@ def case(name: str, folder: str, load: Loader, args: argparse.Namespace) -> dict
     seconds = [prefill(engine, count, length, seed) for seed in range(rounds + 1)][1:]  # the first one compiles
     breakdown = {"us": {}, "kernels": 0, "top": []}
     try:
-        if not args.plain:
+        if not plain:
             breakdown = lib.kernel_breakdown(lambda: prefill(engine, count, length, rounds + 1), 1)
     except Exception as error:  # a profiler that fails costs the breakdown, not the case
         breakdown["error"] = repr(error)
@@ -105,7 +113,7 @@ def show(case: dict, ceilings: dict) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="16x1024:16384,1x16384:4096")
+    parser.add_argument("--cases", default=CASES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="without the breakdown by kernels")
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from epmoe.model.weights import LayerWeights, ModelWeights  # noqa: E402
 from epmoe.model_config import ModelConfig  # noqa: E402
 
-CASES = ((1, (4, 20)), (256, (4, 20)))  # requests, new tokens of the shorter and of the longer run
-PROMPT = 64  # tokens
+CASES = ((1, (4, 20)), (256, (4, 16)))  # requests, new tokens of the shorter and of the longer run
+PROMPT = 16  # tokens
 
 
 def measure_all(folder: str, config: ModelConfig, weights: ModelWeights) -> list[dict]:
@@ -106,7 +106,7 @@ def measure(model: nn.Module, vocabulary: int, requests: int, prompt: int, new: 
         assert len(done) == requests, f"{len(done)} of {requests} requests came back"
 
     run = alone if requests == 1 else together
-    run(2)  # compiles and allocates
+    run(1)  # compiles and allocates
     short, long = (_seconds(run, tokens) for tokens in new)
     rate = requests * (new[1] - new[0]) / (long - short)
     return {"requests": requests, "prompt": prompt, "new_tokens": new, "seconds": [short, long], "tokens_per_s": rate}
