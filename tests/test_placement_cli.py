@@ -201,6 +201,7 @@ def test_inspect(run, tmp_path):
     assert len(result["recordings"]) == 2 and len(result["recordings"][0]["layers"]) == L
     assert np.allclose(np.diag(result["similarity"]), 1)
     assert "loads only" in ok(run("inspect load.csv --top-k 2"))
+    assert "40 sequences" in ok(run("inspect --trace t.npz"))  # as the other commands spell it
 
 
 def test_simulate(run, tmp_path):

@@ -10,6 +10,7 @@ from placement import readers, stats
 from placement.checks import check_trace
 from placement.cli import inputs
 from placement.cli.console import note, print_table, require_writable, write_json
+from placement.errors import UserError
 from placement.inspect import Inspection, inspect_stream, similarity
 from placement.profile import Profile
 
@@ -32,7 +33,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "inspect", help=HELP, description=HELP, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="routing recordings of one model")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="routing recordings of one model")
+    parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="FILE", help="the same")
     inputs.add_format_arguments(parser)
     parser.add_argument("--layers", type=inputs.positive_int, default=64, metavar="N", help="rows of the layer table")
     parser.add_argument("--json", metavar="FILE", help="write all figures ('-': stdout)")
@@ -40,11 +42,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not (paths := args.files + args.trace):
+        raise UserError("nothing to look at; give one or more FILEs")
     require_writable(args.json)
     options = inputs.read_options(args)
     found: list[Inspection] = []
     content = []
-    for path in args.files:
+    for path in paths:
         if readers.holds_tokens(path, args.kind):
             first, findings = [], []
             inspection = inspect_stream(_watch(readers.stream(path, options, args.kind), first))
