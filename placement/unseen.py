@@ -23,6 +23,7 @@ FIRST_PRICE = 10.0  # a spread of 2% costs 0.004 rows per (token, choice)
 PRICE_RANGE = (1.0, 40.0)  # above it training loads are even, and rows are paid for nothing
 CROSSINGS = 2  # plans of each half: one alone is half noise
 MOST_DRAWN = 1024  # requests of a batch that is drawn and given homes
+MOST_CELLS = 1 << 26  # (home, request, layer, rank) loads that batches are drawn from
 FEWEST_SEQUENCES = 32  # whole ones; halves of fewer differ by chance more than by drift
 PRICE_STEP = 60.0  # the price's logarithm moves by this much per unit of tail; five times the price lowers it by 0.015
 
@@ -82,14 +83,19 @@ def served_rise(plan: Plan, problem: Problem, score_RW: np.ndarray, slack: float
         return 0.0
     if (plan.copies_LE == 1).all():
         return tail_rise(plan, trace, speed_W, problem.seed)
-    load_HRLW = np.stack([request_loads(plan, trace, np.full(R, home)) for home in range(plan.ranks)])
-    total_LW = load_HRLW[problem.homes, np.arange(R)].sum(0)
-    batch = min(R, MOST_DRAWN)
+    total_LW = request_loads(plan, trace, problem.homes).sum(0)
+    most = max(2, MOST_CELLS // (plan.ranks**2 * plan.shape.num_layers))
+    if len(trace.seq_lens) > most:
+        pool = np.sort(rng.choice(R, most, replace=False))
+        trace, score_RW = trace.take_sequences(pool), score_RW[pool]
+    at_home = (np.full(len(trace.seq_lens), home) for home in range(plan.ranks))
+    load_HRLW = np.stack([request_loads(plan, trace, homes).astype(np.float32) for homes in at_home])
+    batch = min(len(trace.seq_lens), MOST_DRAWN)
 
     def draw() -> np.ndarray:
-        some = rng.integers(0, R, batch)
+        some = rng.integers(0, len(trace.seq_lens), batch)
         homes = assign_homes(score_RW[some], trace.seq_lens[some], slack, improve=False)
-        load_LW = load_HRLW[homes, some].sum(0)
+        load_LW = load_HRLW[homes, some].sum(0, dtype=np.float64)
         return load_LW * (total_LW.sum(-1, keepdims=True) / np.maximum(load_LW.sum(-1, keepdims=True), 1e-12))
 
     noise = [np.sqrt(batch / R) * (draw() - draw()) for _ in range(DRAWS)]  # that of R requests

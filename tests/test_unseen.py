@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_joint import random_trace
 
-from placement import cost
+from placement import cost, unseen
 from placement.cohome import place_with_homes
 from placement.homes import COPY_SLACK, HOME_SLACK, assign_homes, home_slack, remote_rows_RW
 from placement.plan import linear_plan
@@ -37,6 +37,13 @@ def test_copies_are_judged_at_the_homes_that_requests_are_given(placed):
     foretold = served_rise(plan, problem, score_RW, COPY_SLACK)
     assert 0.5 * np.mean(rose) < foretold < 2 * np.mean(rose)
     assert foretold < served_rise(plan, problem, score_RW, 1.5), "homes that may be uneven make uneven load"
+
+
+def test_batches_are_drawn_from_some_of_many_requests(placed, monkeypatch):
+    problem, plan, score_RW, _ = placed
+    all_of_them = served_rise(plan, problem, score_RW, COPY_SLACK)
+    monkeypatch.setattr(unseen, "MOST_CELLS", 20 * 4 * 4 * 3)
+    assert served_rise(plan, problem, score_RW, COPY_SLACK) == pytest.approx(all_of_them, rel=0.5)
 
 
 def test_request_loads_are_the_cost_functions(placed):
