@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from epmoe.layout import empty_weights
 from epmoe.model.weights import ModelWeights
 from epmoe.model_config import ModelConfig
 from epmoe.ops.fp8 import SCALE_SUFFIX, scale_shape
-from epmoe.reading import read_pieces
+from epmoe.reading import Readers, read_pieces
 from epmoe.shards import DTYPES, FP8, Entry, Headers, read_headers
 from placement.errors import UserError
 
@@ -66,12 +67,13 @@ def load_weights(
         UserError: one line with all that is wrong with the checkpoint (see ``account``), or the expert whose weights
             are all zero.
     """
-    began = time.perf_counter()
-    headers = account(Path(folder), config)
-    keep_fp8 = torch.device(device).type == "cuda" if keep_fp8 is None else keep_fp8
-    stored_fp8 = {name for name, entry in headers.entries.items() if keep_fp8 and entry.dtype == FP8}
-    weights, pieces = empty_weights(config, local_experts, dtype, device, stored_fp8.__contains__)
-    read = read_pieces(pieces, headers.entries, progress)
+    began, device = time.perf_counter(), torch.device(device)
+    keep_fp8 = device.type == "cuda" if keep_fp8 is None else keep_fp8
+    with Readers(device) if device.type == "cuda" else nullcontext() as readers:
+        headers = account(Path(folder), config)
+        stored_fp8 = {name for name, entry in headers.entries.items() if keep_fp8 and entry.dtype == FP8}
+        weights, pieces = empty_weights(config, local_experts, dtype, device, stored_fp8.__contains__)
+        read = read_pieces(pieces, headers.entries, progress, readers)
     _refuse_zeros(weights, config, local_experts)
     return weights, LoadReport(
         bytes_read=headers.bytes_read + read,

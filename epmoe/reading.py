@@ -59,12 +59,20 @@ class Job:
         return self.piece.into[0][1]
 
 
-def read_pieces(pieces: Sequence[Piece], entries: Mapping[str, Entry], progress: Progress | None = None) -> int:
-    """Read all pieces, in file order; returns the bytes. UserError naming the file that cannot be read."""
+def read_pieces(
+    pieces: Sequence[Piece],
+    entries: Mapping[str, Entry],
+    progress: Progress | None = None,
+    readers: Readers | None = None,
+) -> int:
+    """Read all pieces, in file order; returns the bytes. UserError naming the file that cannot be read.
+
+    ``readers``: of the device where the places are, if that is a GPU.
+    """
     jobs = [_job(piece, entries) for piece in pieces]
     jobs.sort(key=lambda job: (job.entry.file, job.entry.start, job.piece.row))
-    if jobs and jobs[0].place.is_cuda:
-        return _read_to_gpu(jobs, progress)
+    if readers is not None:
+        return readers.read(jobs, progress)
     with _Files() as files:
         return _count((_read_on_cpu(files, job) for job in jobs), jobs, progress)
 
@@ -181,23 +189,68 @@ def _spans(jobs: Sequence[Job]) -> list[Span]:
 
 
 class _Reader:
-    """One thread's stream and two pinned buffers that take turns."""
+    """One thread's stream, and two pinned buffers and two on the device that take turns."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._turns = [self._turn(PART_BYTES) for _ in range(2)]
+
+    def _turn(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self.stream):
+            return host, torch.empty(size, dtype=torch.uint8, device=self.device), torch.cuda.Event()
 
     def __call__(self, files: _Files, span: Span) -> int:
-        self._buffers.reverse()
-        self._copied.reverse()
-        self._copied[0].synchronize()
-        host = self._buffers[0][: span.end - span.start]
+        self._turns.reverse()
+        self._turns[0][2].synchronize()  # what was read into it two spans ago has been copied
+        size = span.end - span.start
+        if size > len(self._turns[0][0]):
+            self._turns[0] = self._turn(size)
+        host, landed, copied = self._turns[0]
         with _words_for(span.file), torch.cuda.stream(self.stream):
-            read_bytes(files[span.file], span.start, host)
-            _put_span(host.to(self.device, non_blocking=True), span)
-            self._copied[0].record()
+            read_bytes(files[span.file], span.start, host[:size])
+            _put_span(landed[:size].copy_(host[:size], non_blocking=True), span)
+            copied.record()
         return sum(job.bytes for job in span.jobs)
+
+
+class Readers:
+    """Threads that read to a GPU; their buffers are pinned from here on, while headers are still being looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
+        self._own, self._device = threading.local(), device
+        ready = threading.Barrier(READERS)  # each thread takes one of as many tasks
+        self.pool = ThreadPoolExecutor(READERS)
+        self._started = [self.pool.submit(self._start, ready) for _ in range(READERS)]
+
+    def _start(self, ready: threading.Barrier) -> None:
+        try:
+            self._own.reader = _Reader(self._device)
+        finally:
+            ready.wait()
+
+    def read(self, jobs: Sequence[Job], progress: Progress | None) -> int:
+        spans = _spans([part for job in jobs for part in _parts(job)])
+        torch.cuda.synchronize(self._device)  # whatever was done to the places before
+        for started in self._started:
+            started.result()
+        with _Files() as files, self.pool:  # threads end before their files are closed
+            try:
+                read = _count(self.pool.map(lambda span: self._own.reader(files, span), spans), jobs, progress)
+            except BaseException:
+                self.pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        torch.cuda.synchronize(self._device)
+        return read
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown(cancel_futures=True)
 
 
 def _put_span(stored: torch.Tensor, span: Span) -> None:
@@ -211,20 +264,3 @@ def _matrix(stored: torch.Tensor, job: Job) -> torch.Tensor:
     dtype = STORED[job.entry.dtype]
     aligned = stored if stored.storage_offset() % dtype.itemsize == 0 else stored.clone()
     return aligned.view(dtype).view(job.piece.rows, job.piece.shape[-1])
-
-
-def _read_to_gpu(jobs: Sequence[Job], progress: Progress | None) -> int:
-    spans = _spans([part for job in jobs for part in _parts(job)])
-    device, size = jobs[0].place.device, max(span.end - span.start for span in spans)
-    torch.cuda.synchronize(device)  # whatever was done to the places before
-    own = threading.local()
-
-    def start() -> None:
-        torch.cuda.set_device(device)
-        own.reader = _Reader(device, size)
-
-    with _Files() as files, ThreadPoolExecutor(READERS, initializer=start) as pool:
-        done = pool.map(lambda span: own.reader(files, span), spans)
-        read = _count(done, jobs, progress)
-    torch.cuda.synchronize(device)
-    return read

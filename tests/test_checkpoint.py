@@ -3,8 +3,10 @@
 import json
 import shutil
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -380,7 +382,7 @@ def test_correction_biases_stay_float32(single, tmp_path, monkeypatch):
 def test_spans_bring_what_single_reads_bring(sharded, dtype, part_bytes, monkeypatch):
     """The reads for a GPU, done on the CPU: neighbours together, large matrices in parts."""
 
-    def by_spans(pieces, entries, progress):
+    def by_spans(pieces, entries, progress, readers):
         jobs = sorted((_job(p, entries) for p in pieces), key=lambda j: (j.entry.file, j.entry.start, j.piece.row))
         parts = [part for job in jobs for part in _parts(job)]
         spans = _spans(parts)
@@ -401,6 +403,25 @@ def test_spans_bring_what_single_reads_bring(sharded, dtype, part_bytes, monkeyp
     assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
     assert other.bytes_read == report.bytes_read
     assert counts[0] == report.files if part_bytes > 1 << 20 else counts[0] > report.files
+
+
+@pytest.mark.parametrize("part_bytes", [300, 5000, 1 << 25])
+def test_readers_in_threads_bring_what_single_reads_bring(sharded, part_bytes, monkeypatch):
+    """The threads that read for a GPU, copying to the CPU instead; buffers grow for what is larger than a part."""
+    want, report = load(sharded, dtype=torch.bfloat16)
+    empty, read = torch.empty, checkpoint.read_pieces
+    for name in ("set_device", "synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    monkeypatch.setattr(reading, "PART_BYTES", part_bytes)
+    told = []
+    with reading.Readers(torch.device("cpu", 0)) as readers:
+        monkeypatch.setattr(checkpoint, "read_pieces", lambda p, e, progress, _: read(p, e, progress, readers))
+        got, other = load(sharded, dtype=torch.bfloat16, progress=lambda *at: told.append(at))
+    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
+    assert other.bytes_read == report.bytes_read and told[-1][0] == told[-1][1] > 0
 
 
 @pytest.mark.gpu
