@@ -56,7 +56,7 @@ from placement.solution import make_problem  # noqa: E402
 from placement.topology import uniform  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
 
-METHODS = ("linear", "joint", "moetuner", "eplb")
+METHODS = ("linear", "joint", "eplb", "moetuner")
 NUMBERS = {"1": ("links",), "2": ("promises",), "3": ("exchanges", "put", "lanes"), "4": ("model",)}
 ORDER = ("links", "promises", "exchanges", "put", "model", "lanes")  # put measures the costs that the model goes by
 SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}
@@ -174,8 +174,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 588, 1024, 4096], help="of part 3")
     parser.add_argument("--rehearse", action="store_true", help="small layers and few sizes")
     parser.add_argument("--exchange", nargs="+", help="of parts 2 and 3 (default: all that run there)")
+    parser.add_argument("--brief", action="store_true", help="part 4 in half the time, without decode and affinity")
     parser.add_argument("--model-exchange", default="auto", help="of part 4 (default auto)")
     parser.add_argument("--costs", default="costs.json", help="of put and copy: written by part put, read by part 4")
+    parser.add_argument("--tuned", default="tuned.json", help="tiles of part 4's expert kernels, as epmoe tune writes")
     parser.add_argument("--prefill-tokens", type=int, default=None, help="of part 4, a rank and step (default 16384)")
     parser.add_argument("--trace", nargs="+", default=None, help="recordings (default: those of the embedded model)")
     parser.add_argument("--plans", help="folder of METHOD.json, solved for half of every recording")
@@ -196,8 +198,12 @@ def write(args: argparse.Namespace, report: dict) -> None:
     new = Path(args.json + ".new")
     new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     new.rename(args.json)
-    if args.markdown:
+    if not args.markdown:
+        return
+    try:
         Path(args.markdown).write_text(markdown(report), encoding="utf-8")
+    except Exception:  # the JSON has it all
+        print(traceback.format_exc(limit=-4), flush=True)
 
 
 def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], small: bool, tokens: list[int]) -> dict:
@@ -217,8 +223,8 @@ def model_work(args: argparse.Namespace) -> Work:
     calibration = nominal(ModelConfig.from_folder(model_folder(train, small)), prefill * args.ranks, small)
     plans = {name: plan_of(args, name, train, calibration) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}
-    files = (args.topology, args.costs)
-    return Work(train, held, plans, files, small, args.model_exchange, prefill, requests)
+    files = (args.topology, args.costs, args.tuned)
+    return Work(train, held, plans, files, small, args.model_exchange, prefill, requests, args.brief)
 
 
 def recorded(args: argparse.Namespace) -> tuple[Trace, Trace]:

@@ -29,7 +29,7 @@ from placement.topology import Topology, uniform
 from placement.trace import Trace
 
 LINK = 390e9  # bytes a second from a GPU to all others, where it was not measured
-STEPS = 4  # of prefill on every rank, the last one nearly full
+STEPS = 3  # of prefill on every rank, the last one nearly full
 STAGES = ("attention", "router", "dispatch", "send", "arrive", "experts", "combine", "sum")
 SLACK = 1.01  # of the fullest home's tokens: a batch ends when its fullest rank has
 PROBE = 32  # tokens whose routing chooses a request's home
@@ -42,20 +42,24 @@ class Work:
     Args:
         train, held: recorded tokens that plans and affinities were made from, and others that are run.
         plans: by name.
-        files: of the measured links (equal ones where there is none of so many ranks), and of the costs of exchanges.
+        files: of the measured links (equal ones where there is none of so many ranks), of the costs of exchanges, and
+            of tuned tiles; what is not there is left out.
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
         prefill_tokens, requests: most of a rank and step.
+        brief: stages are timed and tokens drawn with the linear plan only, affinity homes are those of the joint plan
+            only, and runs are fewer.
     """
 
     train: Trace
     held: Trace
     plans: dict[str, Plan]
-    files: tuple[str, str]
+    files: tuple[str, str, str]
     rehearse: bool
     exchange: str
     prefill_tokens: int
     requests: int
+    brief: bool = False
 
     @property
     def rounds(self) -> int:
@@ -92,21 +96,29 @@ def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, wor
             rows.append({"plan": name, "failed": "no time was left"})
             continue
         engine = opened(comm, work, folder, plan)
-        for rule in ("round-robin", "affinity") if name != "linear" else ("round-robin",):
-            homes, decode = homes_of(plan, work, rule), None
+        for rule in rules_of(name, work):
+            homes, decode, full = homes_of(plan, work, rule), None, name == "linear" or not work.brief
             for overlap in ("off", "on"):
                 row = {"plan": name, "homes": rule, "overlap": overlap}
                 if late():
                     rows.append(row | {"failed": "no time was left"})
                     continue
-                row |= measure_prefill(comm, work, engine, homes, overlap)
-                decode = decode or measure_decode(comm, work, engine, homes)
-                rows.append(row | decode)
+                engine.engine = replace(engine.engine, overlap=overlap)
+                row |= measure_prefill(comm, work, engine, homes, full)
+                if full:
+                    decode = decode or measure_decode(comm, work, engine, homes)
+                rows.append(row | (decode or {}))
                 say(comm, rows[-1])
                 save(record_of(work, rows))
         del engine
         gc.collect()
     return record_of(work, rows)
+
+
+def rules_of(name: str, work: Work) -> tuple[str, ...]:
+    """How homes are chosen for a plan."""
+    affine = name == "joint" if work.brief else name != "linear"
+    return ("round-robin", "affinity") if affine else ("round-robin",)
 
 
 def record_of(work: Work, rows: list[dict]) -> dict:
@@ -143,23 +155,23 @@ def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
         "num_blocks": requests * -(-longest // size) + 8, "overlap": "off",
         "max_batch_tokens": work.prefill_tokens, "max_requests": requests,
     }  # fmt: skip
-    if (costs := Path(work.files[1])).is_file():
-        settings["exchange_costs"] = costs.read_text(encoding="utf-8")
+    for name, file in zip(("exchange_costs", "tuned"), map(Path, work.files[1:])):
+        if file.is_file():
+            settings[name] = file.read_text(encoding="utf-8")
     engine = open_engine(comm, settings, random_load)
     engine.pool.reuse_prefixes = False  # the same sequences come again and again
     replay(engine, work.held)
     return engine
 
 
-def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, overlap: str) -> dict:
-    """Tokens a second of whole prompts in full steps; and by a timeline where a step's time goes."""
-    engine.engine = replace(engine.engine, overlap=overlap)
-    row = timed_stages(comm, work, engine, homes)
+def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, stages: bool) -> dict:
+    """Tokens a second of whole prompts in full steps; with ``stages`` by a timeline where a step's time goes."""
+    row = timed_stages(comm, work, engine, homes) if stages else {}
     before, runs = engine.report(), []
-    for _ in range(2 if work.rehearse else 6):  # the first capture graphs
+    for _ in range(2 if work.rehearse else 4 if work.brief else 6):  # the first capture graphs
         replays = graph_replays(engine)
         served = prefilled(work, engine, homes)
-        seconds = max(gathered(comm, served.seconds))
+        seconds = max(gathered(comm, sum(served.step_seconds)))  # without taking the requests in
         runs.append((seconds, step_ms(served), (graph_replays(engine) - replays) / len(served.step_seconds)))
     seconds, step, in_graphs = min(runs)
     tokens = work.held.num_tokens * work.rounds

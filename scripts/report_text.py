@@ -71,22 +71,25 @@ def _model(found: dict) -> list[str]:
     rows = []
     for row in good:
         guess = said.get((row["plan"], row["homes"], row["overlap"]))
+        drawn = "decode_tokens_per_s" in row
         rows.append([
             row["plan"], row["homes"], row["overlap"], f"{row['prefill_tokens_per_s']:.0f}",
             _over(row, base, "prefill_tokens_per_s"), _over(guess, base, "prefill_tokens_per_s"),
             f"{row['prefill_ms']:.1f}", f"{guess['prefill_ms']:.1f}" if guess else "-",
-            f"{100 * row['hidden']:.0f} %", f"{100 * row['in_graphs']:.0f} %",
-            f"{row['decode_tokens_per_s']:.0f}", _over(row, base, "decode_tokens_per_s"), f"{row['decode_ms']:.2f}",
-            f"{row['remote_rows']:.3f}",
+            f"{100 * row['hidden']:.0f} %" if "hidden" in row else "-", f"{100 * row['in_graphs']:.0f} %",
+            f"{row['decode_tokens_per_s']:.0f}" if drawn else "-",
+            _over(row, base, "decode_tokens_per_s") if drawn else "-",
+            f"{row['decode_ms']:.2f}" if drawn else "-", f"{row['remote_rows']:.3f}",
         ])  # fmt: skip
     lines += _table(head, rows)
     lines += [
         "",
         "Microseconds of a layer's stages, from a run with every stage timed (`arrive` and `sum` wait for rows):",
     ]
-    stages = [name for name in good[0]["stage_us"] if any(row["stage_us"][name] for row in good)] if good else []
+    timed = [row for row in good if "stage_us" in row]
+    stages = [name for name in timed[0]["stage_us"] if any(row["stage_us"][name] for row in timed)] if timed else []
     cells = [
-        [row["plan"], row["homes"], row["overlap"], *(f"{row['stage_us'][s]:.0f}" for s in stages)] for row in good
+        [row["plan"], row["homes"], row["overlap"], *(f"{row['stage_us'][s]:.0f}" for s in stages)] for row in timed
     ]
     lines += ["", *_table(["plan", "homes", "lanes", *stages], cells)]
     for row in found["rows"]:
