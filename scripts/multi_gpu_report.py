@@ -63,7 +63,7 @@ SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}
 ROWS, TRANSPORTS = ("1", "128", "588", "4096"), ("256", "1024", "4096", "8192")  # of bench_p2p.py
 LANES = ("2048", "4096", "8192")  # tokens a rank, of bench_overlap_ranks.py
 CAP = 1.01  # of the joint plan's fullest rank: without one it trades load for rows, which links this fast do not repay
-SHARES = {"links": 0.05, "promises": 0.12, "exchanges": 0.18, "put": 0.1, "model": 0.43, "lanes": 0.12}  # of the time
+SHARES = {"links": 0.05, "promises": 0.18, "exchanges": 0.15, "put": 0.1, "model": 0.4, "lanes": 0.12}  # of the time
 WARM = 0.2  # at most so much of it goes into compiling ahead
 
 
