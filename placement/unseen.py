@@ -22,6 +22,7 @@ from placement.trace import Trace
 FIRST_PRICE = 10.0  # a spread of 2% costs 0.004 rows per (token, choice)
 PRICE_RANGE = (1.0, 40.0)  # above it training loads are even, and rows are paid for nothing
 CROSSINGS = 2  # plans of each half: one alone is half noise
+LEAST_DRAWS = 16
 MOST_DRAWN = 1024  # requests of a batch that is drawn and given homes
 MOST_CELLS = 1 << 26  # (home, request, layer, rank) loads that batches are drawn from
 FEWEST_SEQUENCES = 32  # whole ones; halves of fewer differ by chance more than by drift
@@ -98,7 +99,8 @@ def served_rise(plan: Plan, problem: Problem, score_RW: np.ndarray, slack: float
         load_LW = load_HRLW[homes, some].sum(0, dtype=np.float64)
         return load_LW * (total_LW.sum(-1, keepdims=True) / np.maximum(load_LW.sum(-1, keepdims=True), 1e-12))
 
-    noise = [np.sqrt(batch / R) * (draw() - draw()) for _ in range(DRAWS)]  # that of R requests
+    draws = int(np.clip(problem.seconds, LEAST_DRAWS, DRAWS))  # a short search has no time for a fine estimate
+    noise = [np.sqrt(batch / R) * (draw() - draw()) for _ in range(draws)]  # that of R requests
     unseen = [np.maximum(total_LW + noise_LW, 0) for noise_LW in noise]
     before = cost.compute_tail_L(total_LW, speed_W).mean()
     return float(max(0.0, np.mean([cost.compute_tail_L(load_LW, speed_W).mean() for load_LW in unseen]) - before))
