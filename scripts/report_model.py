@@ -47,8 +47,8 @@ class Work:
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
         prefill_tokens, requests: most of a rank and step.
-        brief: stages are timed and tokens drawn with the linear plan only, affinity homes are those of the joint plan
-            only, and runs are fewer.
+        brief: no tokens are drawn, stages are timed with the linear plan only, affinity homes are those of the joint
+            plan only, and runs are fewer.
     """
 
     train: Trace
@@ -105,7 +105,7 @@ def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, wor
                     continue
                 engine.engine = replace(engine.engine, overlap=overlap)
                 row |= measure_prefill(comm, work, engine, homes, full)
-                if full:
+                if not work.brief:
                     decode = decode or measure_decode(comm, work, engine, homes)
                 rows.append(row | (decode or {}))
                 say(comm, rows[-1])
