@@ -14,10 +14,11 @@ from tiny_checkpoints import save_tiny
 from epmoe.comm import Comm
 
 pytestmark = pytest.mark.gpu
-PROMPTS = [list(range(9, 9 + n)) for n in (90, 1, 30, 7, 64, 33, 2, 80)]
+LENGTHS = (90, 1, 30, 7, 64, 33, 2, 80) * 3
+PROMPTS = [list(range(9 + number, 9 + number + length)) for number, length in enumerate(LENGTHS)]
 SCRIPT = Script(
     [(n, prompt, {"temperature": 0.0, "max_tokens": 5}) for n, prompt in enumerate(PROMPTS)],
-    arrive={n: 3 * (n // 2) for n in range(len(PROMPTS))},
+    arrive={n: 2 * (n // 2) for n in range(len(PROMPTS))},
     want_logits=True,
 )
 
@@ -71,14 +72,13 @@ def alone(model):
 def test_one_rank(model, alone):
     result = run(Comm(0, 1, torch.device("cuda", 0)), settings(model))
     require_same(result, alone)
-    assert result.report["prompt_graph_replays"] >= 3 and all_blocks_free([result])
+    assert result.report["prompt_graph_replays"] >= 5 and all_blocks_free([result])
 
 
-@pytest.mark.parametrize("overlap", ["on", "off", "auto"])
-@pytest.mark.parametrize("exchange", ["p2p", "alltoall"])
+@pytest.mark.parametrize("exchange,overlap", [("p2p", "on"), ("p2p", "off"), ("p2p", "auto"), ("alltoall", "on")])
 def test_two_ranks(pool, model, alone, exchange, overlap):
     results = pool.run(run, settings(model, ranks=2, exchange=exchange, overlap=overlap), timeout_s=200)
     require_same(merge(results), alone)
     assert all_blocks_free(results)
     replays = [result.report["prompt_graph_replays"] for result in results]
-    assert min(replays) >= 3 if exchange == "p2p" else max(replays) == 0
+    assert min(replays) >= 5 if exchange == "p2p" else max(replays) == 0
