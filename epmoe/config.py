@@ -135,7 +135,7 @@ class EngineConfig:
     def from_json(text: str, source: str = "engine config") -> EngineConfig:
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{source} is not JSON ({error}); expected an object of engine settings") from None
         return EngineConfig.from_dict(raw, source)
 

@@ -188,7 +188,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a Hugging Face checkpoint") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path} holds {type(raw).__name__}, expected an object; download it again")

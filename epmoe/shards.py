@@ -23,6 +23,8 @@ MAX_HEADER = 100_000_000  # bytes; the format's own limit
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FP8 = "F8_E4M3"  # only with scales beside it, in checkpoints that say so
 STORED = DTYPES | {FP8: torch.float8_e4m3fn}
+# What a damaged file can raise while its JSON is taken apart.
+MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -57,7 +59,7 @@ def read_headers(folder: Path) -> Headers:
         path = folder / name
         try:
             found, size = _read_header(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             reason = f"its header lacks {error}" if isinstance(error, KeyError) else error
             reason = getattr(error, "strerror", None) or reason
             problems.setdefault("unreadable files", []).append(f"{name} ({reason})")
@@ -118,8 +120,11 @@ def _files(folder: Path, problems: dict[str, list[str]]) -> tuple[dict[str, str]
         return {}, [SINGLE]
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return index, sorted(set(index.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted(set(index.values()))
+        if outside := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
+            raise ValueError(f"it names {outside[0]!r}, which is no file of this folder")
+        return index, files
+    except MALFORMED as error:
         problems["unreadable files"] = [f"{INDEX} ({type(error).__name__}: {error})"]
         return {}, []
 

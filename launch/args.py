@@ -213,7 +213,7 @@ def _settings_file(path: str | None) -> dict:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read engine settings {path}: {error.strerror}; give a JSON file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); give an object of engine settings") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds {type(settings).__name__}; give an object of engine settings")

@@ -44,7 +44,7 @@ def read_prompts(path: str) -> list[Prompt]:
 def _is_object(line: str) -> bool:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and any(key in value for key in KEYS)
 
@@ -52,7 +52,7 @@ def _is_object(line: str) -> bool:
 def _from_json(where: str, line: str) -> Prompt:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}); give an object with prompt or prompt_token_ids") from None
     if not isinstance(value, dict) or sum(key in value for key in KEYS) != 1:
         raise UserError(f"{where}: give an object with either prompt or prompt_token_ids")

@@ -157,9 +157,22 @@ def test_truncated_header(size, copy):
     assert "unreadable files: model.safetensors (" in error_of(copy)
 
 
-@pytest.mark.parametrize("garbage", [b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": {}}'])
-def test_damaged_header(garbage, copy):
-    (copy / "model.safetensors").write_bytes(garbage)
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("[]", "5", "null", '"x"', "[" * 50_000, '{"a": {}}', '{"a": 5}'),
+        '{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, null]}}',
+    ],
+)
+def test_damaged_header(header, copy):
+    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
+    assert "unreadable files: model.safetensors (" in error_of(copy)
+
+
+def test_no_header(copy):
+    (copy / "model.safetensors").write_bytes(b"\xff" * 64)
     assert "unreadable files: model.safetensors (" in error_of(copy)
 
 
@@ -196,8 +209,15 @@ def test_a_shard_is_missing_or_damaged_or_in_the_wrong_place(sharded, tmp_path):
     raw["weight_map"][NORM] = second.name if raw["weight_map"][NORM] == first.name else first.name
     index.write_text(json.dumps(raw))
     assert f"not where the index says: {NORM}" in error_of(folder)
-    index.write_text("{}")
-    assert "unreadable files: model.safetensors.index.json" in error_of(folder)
+    for damaged in (
+        "{}",
+        "[" * 50_000,
+        '{"weight_map": 5}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../x"}}',
+    ):
+        index.write_text(damaged)
+        assert "unreadable files: model.safetensors.index.json" in error_of(folder)
 
 
 def test_what_may_be_left_over(single, tmp_path):

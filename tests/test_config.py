@@ -215,6 +215,8 @@ def test_unreadable_files(tmp_path):
     assert "No such file" in message_of(ModelConfig.from_folder, tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "not JSON" in message_of(ModelConfig.from_folder, tmp_path)
+    (tmp_path / "config.json").write_text("[" * 50_000)
+    assert "not JSON" in message_of(ModelConfig.from_folder, tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "list" in message_of(ModelConfig.from_folder, tmp_path)
 

@@ -99,6 +99,16 @@ def broken_jsonl(tmp_path, shape):
     return ["--prompt-file", str(tmp_path / "p.txt")]
 
 
+def deep_jsonl(tmp_path, shape):
+    (tmp_path / "p.jsonl").write_text("[" * 50_000)
+    return ["--prompt-file", str(tmp_path / "p.jsonl")]
+
+
+def deep_config(tmp_path, shape):
+    (tmp_path / "engine.json").write_text("[" * 50_000)
+    return ["--config", str(tmp_path / "engine.json")]
+
+
 def unknown_config_key(tmp_path, shape):
     (tmp_path / "engine.json").write_text('{"max_batch": 4}')
     return ["--config", str(tmp_path / "engine.json")]
@@ -138,6 +148,8 @@ MISTAKES = {
     "trace of another shape": (trace_of_another_shape, ["num_experts", "8", "5"]),
     "prompt is no text": (bad_jsonl, ["p.jsonl, line 3", "string"]),
     "line is no JSON": (broken_jsonl, ["p.txt, line 2", "not JSON"]),
+    "line nested too deeply": (deep_jsonl, ["p.jsonl, line 1", "not JSON"]),
+    "settings nested too deeply": (deep_config, ["engine.json", "not JSON"]),
     "unknown key": (unknown_config_key, ["max_batch", "engine.json", "max_batch_tokens"]),
     "setting chosen elsewhere": (config_of_ranks, ["engine.json", "ranks", "--ranks"]),
     "more threads than any machine has": (["--threads", "100000"], ["threads", "100000", "at most"]),

@@ -42,7 +42,7 @@ def costs_from(text: str, source: str) -> dict[str, Cost]:
     try:
         raw = json.loads(text)
         costs = {name: Cost(float(each["latency_us"]), float(each["gb_per_s"])) for name, each in raw["costs"].items()}
-    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError):
         rule = 'expected {"costs": {exchange: {"latency_us", "gb_per_s"}}}'
         raise UserError(f"{source} is no calibration; {rule}, as bench_exchange.py --calibrate writes") from None
     if bad := [name for name, cost in costs.items() if not cost.latency_us >= 0 or not cost.gb_per_s > 0]:

@@ -94,7 +94,7 @@ class Tuned:
             return Tuned([_case(item) for item in raw["cases"]])
         except KeyError as error:
             reason = f"it lacks {error}"
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error)
         raise UserError(f"{source} is no file of tuned tiles for this version ({reason}); remove it and run epmoe tune")
 
