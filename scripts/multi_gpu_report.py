@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
 """What several GPUs do together: links, promises, exchanges, a whole model; one call, each part guarded.
 
-    python scripts/multi_gpu_report.py                              all GPUs of this machine
+    python scripts/multi_gpu_report.py                              all GPUs of this machine, 8 minutes at most
+    python scripts/multi_gpu_report.py --parts 1 4 --limit-seconds 120          some parts
     python scripts/multi_gpu_report.py --ranks 4                    more ranks than GPUs share them, and are labelled so
     python scripts/multi_gpu_report.py --device cpu --ranks 2 --rehearse        CPU ranks over gloo, small layers
 
-1. NCCL (or gloo) and symmetric memory; bandwidth and latency of every link, written as a topology file for
+1. links: NCCL (or gloo) and symmetric memory; bandwidth and latency of every link, written as a topology file for
    epmoe-placement --topology.
-2. The embedded model in deterministic mode: every exchange, lanes off and on, linear and random placement with copies
-   draw the tokens of one rank.
-3. Every exchange at 1 to 4096 tokens per rank, beside plain all_to_all_single.
-4. A model with the attention and experts of Qwen3-30B-A3B and random weights, which routes as recorded (--trace): every
-   placement, round-robin homes and those of the plan's affinity, lanes off and on, beside what the simulation says.
-5. Everything in one JSON file, and as tables in Markdown.
+2. promises: the embedded model in deterministic mode; every exchange, lanes off and on, linear and random placement
+   with copies draw the tokens of one rank.
+3. exchanges: every exchange at 1 to 4096 tokens per rank, beside plain all_to_all_single; put: the kernels of p2p by
+   themselves, and the costs of its transports; lanes: layers in one lane and in two.
+4. model: the attention and experts of Qwen3-30B-A3B and random weights, routed as recorded (--trace): every placement,
+   round-robin homes and those of the plan's affinity, lanes off and on, beside what the simulation says.
+5. Everything in one JSON file, written whenever something is known, and as tables in Markdown.
+
+Before the parts, groups of ranks beside each other compile what they need (not with --cold).  A part that fails or
+outlives its share of the time costs its ranks, not the others.
 """
 
 from __future__ import annotations

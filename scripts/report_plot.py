@@ -45,7 +45,7 @@ def exchanges(axis: plt.Axes, found: dict) -> None:
     axis.plot(*zip(*plain), "k:", label="two plain all_to_all_single, sizes known")
     axis.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us, dispatch and combine",
              title=f"One layer's exchange, hidden {cases[0]['case']['hidden']}")  # fmt: skip
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def model(axis: plt.Axes, found: dict) -> None:
