@@ -68,13 +68,18 @@ def capture(run: Callable[[], object], reads: object) -> Captured:
     return Captured(graph, (run, reads))
 
 
-def replay_us(captured: Captured, warm_ms: float, timed_ms: float, load: Captured | None = None) -> float:
-    """Microseconds of one replay, under the clocks that ``load`` brings about that runs just before (None: itself)."""
+def replay_us(captured: Captured, timed_ms: float, warm: tuple[Captured, int]) -> float:
+    """Microseconds of one replay, under the clocks that ``warm`` brings about: so many replays of that one just
+    before."""
     once = replays_us(captured, 1)
-    load_once = once if load is None else replays_us(load, 1)
-    for _ in range(max(1, int(1e3 * warm_ms / load_once))):
-        (load or captured).graph.replay()
+    for _ in range(warm[1]):
+        warm[0].graph.replay()
     return replays_us(captured, max(1, int(1e3 * timed_ms / once)), settle=False)
+
+
+def warm_by(captured: Captured, ms: float) -> tuple[Captured, int]:
+    """At least one replay, about so many milliseconds of them."""
+    return captured, max(1, int(1e3 * ms / replays_us(captured, 1)))
 
 
 def replays_us(captured: Captured, count: int, settle: bool = True) -> float:
@@ -141,14 +146,14 @@ def stage_graphs(rank: lib.Rank, lane: lib.LaneInput, number: int, num_sms: int)
 def stage_times(rank, tokens: int, lanes: int, ms: tuple[float, float], load: Captured) -> list[dict[str, float]]:
     """Microseconds of each stage of each lane, alone: short runs, each behind ``load``, so that the chip's power limit
     sets the same clocks as for the layers together."""
-    num_sms = free_sms(rank.exchange)
+    num_sms, warm = free_sms(rank.exchange), warm_by(load, ms[0])
     inputs = rank.inputs(tokens, lanes)
     rank.fix_traffic(inputs)
     times = []
     for number, lane in enumerate(inputs):
         if len(lane.x_TD):
             graphs = stage_graphs(rank, lane, number, num_sms)
-            short = (ms[0], min(ms[1], STAGE_MS), load)
+            short = (min(ms[1], STAGE_MS), warm)
             times.append({name: replay_us(graph, *short) / rank.layers for name, graph in graphs.items()})
     return times
 
@@ -169,7 +174,7 @@ def run_case(rank: lib.Rank, tokens: int, rounds: int, ms: tuple[float, float], 
     times = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            times[name].append(replay_us(graph, *ms))
+            times[name].append(replay_us(graph, ms[1], warm_by(graph, ms[0])))
     median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
     case = {"tokens": tokens, "us": median, "all_us": times}
     case["unsplit_us"] = stage_times(rank, tokens, 1, ms, graphs["unsplit"])[0]
