@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "multi_gpu_report.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 from report_parts import GRACE, Part, run_parts  # noqa: E402
+from report_text import markdown  # noqa: E402
 
 
 def report(folder: Path, *options: str) -> dict:
@@ -64,6 +65,28 @@ def test_parts_without_time_say_so():
     kept = {}
     run_parts((2, "cpu"), [Part("late", 1, good)], time.monotonic(), kept.update)
     assert kept["late"]["failed"] == "no time was left" and kept["late"]["found"] is None
+
+
+def test_tables_show_what_is_known_and_why_the_rest_is_not():
+    row = {"prefill_tokens_per_s": 100.0, "prefill_ms": 5.0, "in_graphs": 1.0, "remote_rows": 0.9}
+    timed = {"hidden": 0.9, "stage_us": {"experts": 12.0, "send": 0.0}, "decode_tokens_per_s": 7.0, "decode_ms": 2.0}
+    linear, joint = {"plan": "linear", "homes": "round-robin"}, {"plan": "joint", "homes": "affinity"}
+    rows = [
+        linear | {"overlap": "off"} | row | timed,
+        joint | {"overlap": "on"} | row | {"prefill_tokens_per_s": 125.0},
+        {"plan": "eplb", "failed": "no time was left"},
+    ]
+    said = [joint | {"overlap": "on", "prefill_tokens_per_s": 110.0, "prefill_ms": 4.5}]
+    model = {"trace": "some", "shape": [2, 6, 64], "rows": rows, "predicted": said}
+    parts = {
+        "put": {"seconds": 3, "found": {"command": "bench", "lines": ["588 rows"]}, "failed": "it did not end"},
+        "model": {"seconds": 9, "found": model},
+        "links": {"seconds": 0, "found": None, "failed": "no time was left"},
+    }
+    text = markdown({"where": "2 ranks SHARING 1 x GPU", "date": "", "torch": "", "command": "", "parts": parts})
+    assert "take turns" in text and "588 rows" in text and "Cut short: it did not end" in text
+    assert "| joint | affinity | on | 125 | +25.0 % | +10.0 % | 5.0 | 4.5 | - | 100 % | - | - | - | 0.900 |" in text
+    assert "eplb, , lanes : no time was left" in text and "| linear | round-robin | off | 12 |" in text
 
 
 def good(comm, save, seconds):
