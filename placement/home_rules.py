@@ -43,7 +43,7 @@ def read_homes(path: str | Path, sequences: int) -> np.ndarray:
         else:
             raw = json.loads(file.read_text(encoding="utf-8"))
             homes = np.asarray(raw["homes"] if isinstance(raw, dict) else raw)
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, RecursionError) as error:
         raise UserError(f"cannot read homes {path}: {error}; give a list with one rank per sequence") from None
     if homes.shape != (sequences,) or not np.issubdtype(homes.dtype, np.integer):
         raise UserError(f"{path} holds {homes.dtype} {homes.shape}; give one rank for each of {sequences} sequences")

@@ -66,7 +66,7 @@ def _documents(path: Path) -> list:
     text = read_text(path)
     try:
         whole = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return [record for _, record in _lines(text, str(path))]
     return whole if isinstance(whole, list) else [whole]
 
@@ -138,7 +138,7 @@ def _lines(text: object, source: str) -> Iterator[tuple[int, dict]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{source}: line {number} is not JSON ({error}); is the file whole?") from None
         if not isinstance(record, dict):
             raise UserError(f"{source}: line {number} is {type(record).__name__}, expected an object")

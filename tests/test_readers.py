@@ -9,6 +9,7 @@ import pytest
 
 from placement import readers
 from placement.errors import UserError
+from placement.home_rules import read_homes
 from placement.plan import MoEShape
 from placement.profile import Profile
 from placement.recording import ReadOptions
@@ -340,6 +341,19 @@ def test_jsonl_cut_in_a_line(tmp_path):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(UserError, match="line 6 is not JSON"):
         readers.read_trace(path, OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "jsonl"])
+def test_json_that_is_nested_too_deeply(tmp_path, kind):
+    (tmp_path / "deep.jsonl").write_text("[" * 50_000)
+    with pytest.raises(UserError, match="deep.jsonl.*is not JSON"):
+        readers.read_trace(tmp_path / "deep.jsonl", OPTIONS, kind)
+
+
+def test_homes_that_are_nested_too_deeply(tmp_path):
+    (tmp_path / "homes.json").write_text("[" * 50_000)
+    with pytest.raises(UserError, match="cannot read homes .*homes.json"):
+        read_homes(tmp_path / "homes.json", 3)
 
 
 # -- ExFlow, load tables, doubt ---------------------------------------------------------------------------------------
