@@ -1,6 +1,7 @@
 """The p2p exchange on a GPU (``pytest -m gpu``): virtual ranks, then processes that share one GPU or have one each."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from p2p_ranks import (
     run_ranks,
     timed,
 )
-from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
@@ -27,6 +27,7 @@ from placement.plan import plan_from_ranks
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
+DEMO = Path(__file__).resolve().parents[1] / "epmoe" / "demo_model"
 SMALL = {2: Case(2, 48, 64, 8, 1024, 8, BF16, False), 4: Case(4, 33, 48, 4, 512, 3, BF16, True)}
 SMALL[8] = Case(8, 24, 32, 8, 512, 2, BF16, False)
 
@@ -114,13 +115,9 @@ def test_a_killed_rank_ends_the_others(graphed):
         assert float(found[3]) < 2, f"a kernel spins on: {message}"
 
 
-def engine_config(model: str, **more) -> dict:
-    return {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True, **more}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save_tiny(tmp_path_factory.mktemp("p2p"), "qwen3_moe", num_experts=10, top_k=3))
+def engine_config(**more) -> dict:
+    sizes = {"max_model_len": 256, "num_blocks": 128}
+    return {"model": str(DEMO), "device": "cuda", "deterministic": True, **sizes, **more}
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +129,17 @@ def script():
 
 
 @pytest.fixture(scope="module")
-def alone(model, script):
-    return drive(Comm(0, 1, torch.device("cuda")), engine_config(model), script)
+def alone(script):
+    return drive(Comm(0, 1, torch.device("cuda")), engine_config(), script)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_engine_draws_the_same_tokens(model, script, alone, world):
+def test_the_engine_draws_the_same_tokens(script, alone, world):
     """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
-    random, shape = np.random.default_rng(world), ModelConfig.from_folder(model).moe_shape
-    ranks_LE = np.stack([random.permutation(np.arange(10) % world) for _ in shape.moe_layers])
+    random, shape = np.random.default_rng(world), ModelConfig.from_folder(DEMO).moe_shape
+    ranks_LE = np.stack([random.permutation(np.arange(shape.num_experts) % world) for _ in shape.moe_layers])
     plan = plan_from_ranks(shape, world, ranks_LE).to_json()
-    config = engine_config(model, ranks=world, plan=plan, exchange="p2p", combine="exact")
+    config = engine_config(ranks=world, plan=plan, exchange="p2p", combine="exact")
     results = run_ranks(world, drive_engine, config, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
@@ -151,12 +148,12 @@ def test_the_engine_draws_the_same_tokens(model, script, alone, world):
 
 
 @pytest.mark.parametrize("graphs,seen", [(True, True), (False, True), (True, False)])
-def test_the_engine_that_loses_a_rank_says_where(model, graphs, seen):
+def test_the_engine_that_loses_a_rank_says_where(graphs, seen):
     """Step, layer and stage of what the device waited for, also where the host's next collective broke first, and where
     ends of processes do not show."""
     sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     script = Script([(n, [5, 6, 7 + n], sampling) for n in range(6)])
-    config = engine_config(model, graphs=graphs, ranks=4, exchange="p2p", combine="exact")
+    config = engine_config(graphs=graphs, ranks=4, exchange="p2p", combine="exact")
     said = run_ranks(4, lose_a_rank_in_a_step, config, script, seen)
     assert said.pop(1) == -9
     end = "is gone" if seen else "was waited for"

@@ -39,8 +39,9 @@ from epmoe.ops.wire import wire_bytes as bytes_on_wire
 LIMIT_S = 300.0  # a peer may be compiling; one whose process ends is noticed at once
 # Tokens. By itself put is faster at every size measured, but its shapes must do for all tokens at one rank.
 COPY_FROM = 4096
-# SMs of a transfer that no other lane computes beside: sums of many rows are then as fast as the link.
-WIDE = 64
+# SMs of a transfer that no other lane computes beside, and from how many tokens on: sums of many rows are then as fast
+# as the link.
+WIDE, WIDE_FROM = 64, 256
 MOST_RANKS = 63  # a bit each
 
 
@@ -126,7 +127,7 @@ class P2P:
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
         self.comm.at.stage = "dispatch"
         assert len(x_TD) <= self.bound, f"{len(x_TD)} tokens in a step of at most {self.bound}"
-        put = self.put if self.shares_sms else self.wide
+        put = self.put if self.shares_sms or self.bound < WIDE_FROM else self.wide
         transport = self.copy if self.waits_for_counts else put
         return transport.dispatch_begin(x_TD, slot_TK, weight_TK, lane, self.bound)
 

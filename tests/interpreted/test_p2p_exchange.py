@@ -92,15 +92,13 @@ def test_any_order_of_peers_gives_the_same(copy_from):
     assert torch.equal(lockstep_round(exchanges, case, data), reference(case, *data))
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_transfer_that_compute_runs_beside_takes_the_sms_that_it_says(beside):
-    case = Case(2, 3, 3, 2, 16, 2, torch.float32, False)
+@pytest.mark.parametrize("bound,beside,few", [(3, False, True), (256, False, False), (256, True, True)])
+def test_a_transfer_that_compute_runs_beside_takes_the_sms_that_it_says(bound, beside, few):
+    case = Case(2, 3, bound, 2, 16, 2, torch.float32, False)
     exchanges = lockstep_ranks(case)
-    for exchange in exchanges:
-        exchange.shares_sms = beside
     data = inputs(case, 0)
-    sending = exchanges[0].dispatch_begin(*(part[:3] for part in data))
-    assert (sending.by.options.programs == exchanges[0].ctas) == beside
-    exchanges[1].dispatch_begin(*(part[3:] for part in data))
-    for exchange in exchanges:
-        assert exchange.failure() is None
+    for rank, exchange in enumerate(exchanges):
+        exchange.shares_sms = beside
+        exchange.begin_step(bound)
+        sending = exchange.dispatch_begin(*(part[rank * 3 : rank * 3 + 3] for part in data))
+        assert (sending.by.options.programs == exchange.ctas) == few
