@@ -21,7 +21,7 @@ from epmoe.config import EngineConfig, check_engine
 from epmoe.engine.agreement import Header, Kind, agreed_kind, prompts_in_graphs
 from epmoe.engine.graphs import is_decode
 from epmoe.engine.home import rank_loads
-from epmoe.engine.homes import Homes
+from epmoe.engine.intake import Intake
 from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
 from epmoe.engine.opening import exchange_shape, free_memory, read_affinity, read_plan
 from epmoe.engine.probe import ProbeScores
@@ -89,7 +89,7 @@ class Engine:
         affinity = read_affinity(engine, self.model, comm.world)
         probing = engine.probe_tokens and comm.world > 1
         self.probes = ProbeScores(self.plan, affinity, comm.device) if probing else None
-        self.homes = Homes(engine, comm.rank, self.scheduler, affinity, self.probes, self.recorder)
+        self.intake = Intake(engine, comm.rank, self.scheduler, affinity, self.probes, self.recorder)
         observers = (self.loads, self.recorder, self.probes)
         observe = observe_all([each for each in observers if each is not None])
         cache = new_cache(self.model, engine, num_blocks, comm.device)
@@ -128,7 +128,7 @@ class Engine:
                 self._in_flight = (chunks, launched)
             else:
                 outputs += self._commit(chunks, launched)
-        self.homes.settle(headers)
+        self.intake.settle(headers)
         outputs += self._apply(messages, headers)
         self.steps += 1
         self.idle = not messages and not any(header.unfinished for header in headers)
@@ -159,7 +159,7 @@ class Engine:
             "model_seconds": self.model_seconds,
             "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do
             "preemptions": self.scheduler.preemptions,
-            "moved_after_probe": self.homes.moved,  # requests handed to a better home
+            "moved_after_probe": self.intake.moved,  # requests handed to a better home
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
             **exchange_report(self.runner.decoder.exchange, *self.rehearsed),
@@ -183,7 +183,7 @@ class Engine:
             queued_tokens=self.scheduler.queued_tokens(),
             free_blocks=self.pool.num_free,
             payload_bytes=len(payload),
-            homes=self.homes.announce(),
+            homes=self.intake.announce(),
         )
         headers = [Header.unpack(fields) for fields in self.comm.all_gather_headers(mine.pack())]
         assert all(header.step == self.steps for header in headers), f"ranks are at different steps: {headers}"
@@ -239,9 +239,9 @@ class Engine:
         outputs = []
         for message in messages:
             if message["op"] == "add":
-                self.homes.add(message, loads)
+                self.intake.add(message, loads)
             elif message["op"] == "abort":
-                self.homes.forget(message["id"])
+                self.intake.forget(message["id"])
                 if (request := self.scheduler.abort(message["id"])) is not None:
                     outputs.append(Output(request.id, [], request.finish_reason))
             elif message["op"] == "stop":

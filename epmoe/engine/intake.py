@@ -12,7 +12,7 @@ from epmoe.trace import RoutingRecorder
 from placement.homes import Affinity, score_prompt
 
 
-class Homes:
+class Intake:
     """One rank's part in it: its scheduler takes the requests whose home it is."""
 
     def __init__(
