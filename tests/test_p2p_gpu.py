@@ -1,5 +1,6 @@
 """The p2p exchange on a GPU (``pytest -m gpu``): virtual ranks, then processes that share one GPU or have one each."""
 
+import json
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from p2p_ranks import (
     run_ranks,
     timed,
 )
+from safetensors.torch import load_file, save_file
 
 from epmoe.comm import Comm
 from epmoe.config import ModelConfig
@@ -115,9 +117,21 @@ def test_a_killed_rank_ends_the_others(graphed):
         assert float(found[3]) < 2, f"a kernel spins on: {message}"
 
 
-def engine_config(**more) -> dict:
-    sizes = {"max_model_len": 256, "num_blocks": 128}
-    return {"model": str(DEMO), "device": "cuda", "deterministic": True, **sizes, **more}
+def engine_config(model: str, **more) -> dict:
+    return {"model": model, "device": "cuda", "max_model_len": 256, "num_blocks": 128, "deterministic": True, **more}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The first two layers of the embedded model: processes that share a GPU wait for their turn in each."""
+    folder = tmp_path_factory.mktemp("p2p")
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}), encoding="utf-8")
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    tensors = load_file(DEMO / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if not (at := layer.match(name)) or int(at[1]) < 2}
+    save_file(kept, folder / "model.safetensors")
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +143,17 @@ def script():
 
 
 @pytest.fixture(scope="module")
-def alone(script):
-    return drive(Comm(0, 1, torch.device("cuda")), engine_config(), script)
+def alone(model, script):
+    return drive(Comm(0, 1, torch.device("cuda")), engine_config(model), script)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_engine_draws_the_same_tokens(script, alone, world):
+def test_the_engine_draws_the_same_tokens(model, script, alone, world):
     """Decode graphs and eager prompts over p2p, bitwise in deterministic mode."""
-    random, shape = np.random.default_rng(world), ModelConfig.from_folder(DEMO).moe_shape
+    random, shape = np.random.default_rng(world), ModelConfig.from_folder(model).moe_shape
     ranks_LE = np.stack([random.permutation(np.arange(shape.num_experts) % world) for _ in shape.moe_layers])
     plan = plan_from_ranks(shape, world, ranks_LE).to_json()
-    config = engine_config(ranks=world, plan=plan, exchange="p2p", combine="exact")
+    config = engine_config(model, ranks=world, plan=plan, exchange="p2p", combine="exact")
     results = run_ranks(world, drive_engine, config, script, timeout_s=70)
     merged = merge(results)
     assert merged.tokens == alone.tokens
@@ -148,12 +162,12 @@ def test_the_engine_draws_the_same_tokens(script, alone, world):
 
 
 @pytest.mark.parametrize("graphs,seen", [(True, True), (False, True), (True, False)])
-def test_the_engine_that_loses_a_rank_says_where(graphs, seen):
+def test_the_engine_that_loses_a_rank_says_where(model, graphs, seen):
     """Step, layer and stage of what the device waited for, also where the host's next collective broke first, and where
     ends of processes do not show."""
     sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     script = Script([(n, [5, 6, 7 + n], sampling) for n in range(6)])
-    config = engine_config(graphs=graphs, ranks=4, exchange="p2p", combine="exact")
+    config = engine_config(model, graphs=graphs, ranks=4, exchange="p2p", combine="exact")
     said = run_ranks(4, lose_a_rank_in_a_step, config, script, seen)
     assert said.pop(1) == -9
     end = "is gone" if seen else "was waited for"
