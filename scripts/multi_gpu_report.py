@@ -61,7 +61,7 @@ from placement.solution import make_problem  # noqa: E402
 from placement.topology import uniform  # noqa: E402
 from placement.trace import Trace, join, load_trace  # noqa: E402
 
-METHODS = ("linear", "joint", "eplb", "moetuner")
+METHODS = ("linear", "eplb", "joint", "moetuner")
 NUMBERS = {"1": ("links",), "2": ("promises",), "3": ("exchanges", "put", "lanes"), "4": ("model",)}
 ORDER = ("links", "promises", "exchanges", "put", "model", "lanes")  # put measures the costs that the model goes by
 SCRIPTS = {"put": "bench_p2p.py", "lanes": "bench_overlap_ranks.py"}

@@ -47,8 +47,7 @@ class Work:
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
         prefill_tokens, requests: most of a rank and step.
-        brief: no tokens are drawn, stages are timed with the linear plan only, affinity homes are those of the joint
-            plan only, and runs are fewer.
+        brief: no tokens are drawn, no stages timed, affinity homes are those of the joint plan only, runs are fewer.
     """
 
     train: Trace
@@ -97,14 +96,14 @@ def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, wor
             continue
         engine = opened(comm, work, folder, plan)
         for rule in rules_of(name, work):
-            homes, decode, full = homes_of(plan, work, rule), None, name == "linear" or not work.brief
+            homes, decode = homes_of(plan, work, rule), None
             for overlap in ("off", "on"):
                 row = {"plan": name, "homes": rule, "overlap": overlap}
                 if late():
                     rows.append(row | {"failed": "no time was left"})
                     continue
                 engine.engine = replace(engine.engine, overlap=overlap)
-                row |= measure_prefill(comm, work, engine, homes, full)
+                row |= measure_prefill(comm, work, engine, homes)
                 if not work.brief:
                     decode = decode or measure_decode(comm, work, engine, homes)
                 rows.append(row | (decode or {}))
@@ -164,9 +163,9 @@ def opened(comm: Comm, work: Work, folder: str, plan: Plan) -> Engine:
     return engine
 
 
-def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray, stages: bool) -> dict:
-    """Tokens a second of whole prompts in full steps; with ``stages`` by a timeline where a step's time goes."""
-    row = timed_stages(comm, work, engine, homes) if stages else {}
+def measure_prefill(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> dict:
+    """Tokens a second of whole prompts in full steps; and by a timeline where a step's time goes."""
+    row = {} if work.brief else timed_stages(comm, work, engine, homes)
     before, runs = engine.report(), []
     for _ in range(2 if work.rehearse else 4 if work.brief else 6):  # the first capture graphs
         replays = graph_replays(engine)

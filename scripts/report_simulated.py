@@ -32,15 +32,16 @@ def nominal(config: ModelConfig, step_tokens: float, rehearse: bool) -> Calibrat
 
 def calibrated(work: Work, row: dict) -> Calibration:
     """From what was measured with the linear plan: seconds of a pair from its experts' time, the hidden share from its
-    timeline, and the rest of a layer so that its tokens a second are met."""
+    timeline (both as the shapes say where stages were not timed), and the rest of a layer so that its tokens a second
+    are met."""
     config = ModelConfig.from_folder(model_folder(work.train, work.rehearse))
     plan = work.plans["linear"]
     pairs = work.rounds * work.held.num_tokens * config.top_k * work.held.shape.num_layers / plan.ranks
-    calibration = replace(
-        nominal(config, work.prefill_tokens * plan.ranks, work.rehearse),
-        pair_seconds=row["stage_us"]["experts"] * row["passes"] / pairs / 1e6,
-        overlap=row["hidden"] if row["overlap"] == "on" else 0.0,
-    )
+    calibration = nominal(config, work.prefill_tokens * plan.ranks, work.rehearse)
+    if "stage_us" in row:
+        experts_s = row["stage_us"]["experts"] * row["passes"] / 1e6
+        hidden = row["hidden"] if row["overlap"] == "on" else 0.0
+        calibration = replace(calibration, pair_seconds=experts_s / pairs, overlap=hidden)
     bare = simulated(work, plan, homes_of(plan, work, "round-robin"), calibration)
     missing = bare["tokens"] / row["prefill_tokens_per_s"] - bare["seconds"]
     return replace(calibration, layer_seconds=max(0.0, missing / bare["steps"] / work.held.shape.num_layers))

@@ -82,16 +82,13 @@ def _model(found: dict) -> list[str]:
             f"{row['decode_ms']:.2f}" if drawn else "-", f"{row['remote_rows']:.3f}",
         ])  # fmt: skip
     lines += _table(head, rows)
-    lines += [
-        "",
-        "Microseconds of a layer's stages, from a run with every stage timed (`arrive` and `sum` wait for rows):",
-    ]
     timed = [row for row in good if "stage_us" in row]
-    stages = [name for name in timed[0]["stage_us"] if any(row["stage_us"][name] for row in timed)] if timed else []
-    cells = [
-        [row["plan"], row["homes"], row["overlap"], *(f"{row['stage_us'][s]:.0f}" for s in stages)] for row in timed
-    ]
-    lines += ["", *_table(["plan", "homes", "lanes", *stages], cells)]
+    if timed:
+        lines += ["", "Microseconds of a layer's stages, all of them timed (`arrive` and `sum` wait for rows):", ""]
+        stages = [name for name in timed[0]["stage_us"] if any(row["stage_us"][name] for row in timed)]
+        times = [[f"{row['stage_us'][name]:.0f}" for name in stages] for row in timed]
+        names = [[row["plan"], row["homes"], row["overlap"]] for row in timed]
+        lines += _table(["plan", "homes", "lanes", *stages], [a + b for a, b in zip(names, times)])
     for row in found["rows"]:
         if "failed" in row:
             lines.append(f"\n{row['plan']}, {row.get('homes', '')}, lanes {row.get('overlap', '')}: {row['failed']}")
