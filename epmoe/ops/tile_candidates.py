@@ -14,6 +14,7 @@ CANDIDATES = (
     (32, TileConfig(128, 64, 4, 4, 2, swap=True, flatten=True)),
     (64, TileConfig(128, 64, 4, 3, 2)),
     (64, TileConfig(128, 128, 4, 3, 1, swap=True, flatten=True)),
+    (128, TileConfig(128, 64, 4, 3, 2, flatten=True)),
     (128, TileConfig(256, 64, 8, 3, 1, flatten=True, group=16)),
     (128, TileConfig(256, 64, 8, 4, 1, group=16)),
     (128, TileConfig(256, 64, 8, 3, 1, swap=True, flatten=True)),

@@ -43,7 +43,6 @@ STREAM_TWO = TileConfig(cols=128, depth=128, warps=4, stages=3, per_sm=2, swap=T
 NARROW = TileConfig(cols=128, depth=64, warps=4, stages=4, per_sm=2, swap=True, flatten=True)
 NARROW_THREE = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=3, swap=True)
 BLOCKED_64 = TileConfig(cols=256, depth=64, warps=8, stages=4, flatten=True)
-PAIRED = TileConfig(cols=128, depth=64, warps=4, stages=3, per_sm=2, flatten=True)
 BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
 SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
 TAIL = 32
@@ -54,13 +53,12 @@ FORMS = (
     Form(16, 0, STREAM_TWO, Speed(241, 0.0, 4.43), Speed(246, 0.5, 4.49)),
     Form(32, 0, STREAM, Speed(352, 0.7, 4.48), Speed(370, 0.5, 4.49)),
     Form(32, 0, NARROW_THREE, Speed(360, 0.7, 4.37), Speed(326, 0.4, 4.4)),
-    Form(64, 0, NARROW, Speed(465, 0.0, 4.5), Speed(577, 0.4, 4.3)),
-    Form(64, 0, NARROW_THREE, Speed(453, 0.0, 4.53), Speed(530, 0.6, 4.34)),
-    Form(64, 0, BLOCKED_64, Speed(625, 0.0, 4.25), Speed(660, 1.2, 4.19)),
-    Form(128, 0, PAIRED, Speed(615, 0.4, 4.5), Speed(676, 0.7, 4.38)),
-    Form(128, 0, BLOCKED_128, Speed(742, 2.5, 4.22), Speed(771, 2.1, 4.21)),
-    Form(128, 0, SPECIALISED, Speed(669, 0.0, 4.92), Speed(777, 1.8, 4.42)),
-    Form(128, TAIL, SPECIALISED, Speed(688, 0.0, 5.01), Speed(813, 2.5, 4.32)),
+    Form(64, 0, NARROW, Speed(465, 0.0, 4.46), Speed(577, 0.6, 4.31)),
+    Form(64, 0, NARROW_THREE, Speed(453, 0.0, 4.53), Speed(523, 0.4, 4.32)),
+    Form(64, 0, BLOCKED_64, Speed(606, 0.0, 4.29), Speed(663, 1.4, 4.22)),
+    Form(128, 0, BLOCKED_128, Speed(789, 3.7, 4.16), Speed(773, 1.8, 4.18)),
+    Form(128, 0, SPECIALISED, Speed(667, 0.0, 4.89), Speed(777, 1.5, 4.39)),
+    Form(128, TAIL, SPECIALISED, Speed(736, 0.0, 4.75), Speed(835, 2.8, 4.37)),
 )
 
 
