@@ -1,8 +1,8 @@
 """What the kernels that put rows into the peers' memory share: which ranks a launch is, and how it moves rows.
 
 C programs a rank (grid ranks x C, rank = program id // C).  A put is bound by latency, not by instructions: rows move
-in tiles of several rows, 16 bytes a thread, all loads of a tile ahead of its stores.  (Reading a tile ahead, through
-shared memory by Triton's ``num_stages`` or in registers, was slower: measured on H200.)
+in tiles of several rows, 16 bytes a thread, all loads of a tile ahead of its stores.  (Reading rows a tile ahead,
+through shared memory by Triton's ``num_stages`` or in registers, was slower: measured on H200.)
 """
 
 from __future__ import annotations
