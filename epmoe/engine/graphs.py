@@ -112,10 +112,10 @@ class DecodeGraphs:
         if not at.warm and at.graph is None:
             at.warm = True
             return self._step(at)
-        if at.graph is None:
+        timeline = self.decoder.timeline
+        if at.graph is None or (timeline is not None and at.marks is None):
             self.late += 1
             self._capture(at)
-        timeline = self.decoder.timeline
         if timeline is not None:
             timeline.before(at.marks)
         self.decoder.exchange.comm.at.stage = "graph"
