@@ -17,7 +17,7 @@ from report_engine import Served, gathered, open_engine, serve
 from report_replay import model_folder, replay
 
 from epmoe.comm import Comm
-from epmoe.engine import homes as homes_module
+from epmoe.engine import intake
 from epmoe.engine.engine import Engine
 from epmoe.engine.runner import Runner
 from epmoe.model_config import ModelConfig
@@ -76,11 +76,11 @@ class Work:
 
 def measure_model(comm: Comm, save: Callable, seconds: float, work: Work, say: Callable | None = None) -> dict:
     """Every plan with both home rules, lanes off and on."""
-    ends, usual = time.monotonic() + 0.9 * seconds, homes_module.assign_home
+    ends, usual = time.monotonic() + 0.9 * seconds, intake.assign_home
     try:
         return _measure_plans(comm, (save, say or said), ends, work)
     finally:
-        homes_module.assign_home = usual
+        intake.assign_home = usual
 
 
 def _measure_plans(comm: Comm, tell: tuple[Callable, Callable], ends: float, work: Work) -> dict:
@@ -246,7 +246,7 @@ def requests_of(trace: Trace, rounds: int, decode: int) -> list[dict]:
 def with_homes(homes: np.ndarray, rounds: int) -> None:
     """The engine's next requests get these homes, in order, on every rank alike."""
     queue = iter(np.tile(homes, rounds + 1).tolist())
-    homes_module.assign_home = lambda *_: next(queue)
+    intake.assign_home = lambda *_: next(queue)
 
 
 def remote_rows(comm: Comm, before: dict, after: dict) -> float:

@@ -57,7 +57,8 @@ def _run_group(where: tuple[int, str], parts: list[Part], ends: float, keep: Cal
     """(part that ended the ranks before their time, why); empty if all parts are through."""
     with tempfile.TemporaryDirectory() as folder:
         answer, seen = Path(folder) / "answer.json", ""
-        state: dict = {"at": parts[0].name, "until": time.monotonic() + 60, "parts": {}}
+        started = time.monotonic()
+        state: dict = {"at": parts[0].name, "until": started + max(60, (ends - started) / 2), "parts": {}}
         ranks, why = RankGroup(*where, _serve_parts, parts, ends, str(answer)), None
         try:
             while why is None:
