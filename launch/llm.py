@@ -263,7 +263,7 @@ def _rank_errors(requests: Requests | None = None, finalizer: weakref.finalize |
     except RankFailure as failure:
         if requests is not None:
             finalizer.detach()
-            requests.close()
+            requests.close(str(failure))
         if failure.user_error:
             raise UserError(failure.reason) from None
         raise failure from (RemoteTraceback(failure.details) if failure.details else None)

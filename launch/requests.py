@@ -37,7 +37,7 @@ class Requests:
         self._keep_lengths = keep_lengths
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._aborts: deque[int] = deque()
-        self._closed = False
+        self._closed, self._why = False, ""
 
     def submit(self, completion: Completion, params: SamplingParams) -> int:
         """Send a request; its id."""
@@ -69,10 +69,10 @@ class Requests:
         with self._alone():
             self.session.stop()
 
-    def close(self) -> None:
-        """End the ranks at once."""
+    def close(self, why: str = "") -> None:
+        """End the ranks at once; whoever still waits, or comes later, is told ``why``."""
         with self._alone():
-            self._closed = True
+            self._closed, self._why = True, self._why or why
             self.session.close()
 
     def lengths(self) -> dict[int, int]:
@@ -105,7 +105,8 @@ class Requests:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UserError("the ranks have been ended; open a new LLM")
+            why = f" ({self._why})" if self._why else ""
+            raise UserError(f"the ranks have been ended{why}; open a new LLM")
 
     def _take(self, event) -> Gain | None:
         completion = self._live.get(event.id)

@@ -309,6 +309,6 @@ def test_a_killed_rank_is_one_error(model):
     with pytest.raises(RankFailure, match="rank 1: was killed by SIGKILL"):
         list(stream)
     assert not any(psutil.pid_exists(pid) for pid in pids) and not session.run_dir.exists()
-    with pytest.raises(UserError, match="ended"):
+    with pytest.raises(UserError, match="ended .rank 1: was killed by SIGKILL.*open a new LLM"):
         llm.generate("the token", GREEDY)
     llm.close()
