@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import prompt_cases
 import pytest
@@ -12,6 +13,9 @@ from ranks import RankPool
 from tiny_checkpoints import save_tiny
 
 from epmoe.comm import Comm
+from epmoe.config import EngineConfig
+from epmoe.engine.engine import Engine
+from epmoe.moe.timeline import Timeline
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (90, 1, 30, 7, 64, 33, 2, 80) * 3
@@ -82,3 +86,20 @@ def test_two_ranks(pool, model, alone, exchange, overlap):
     assert all_blocks_free(results)
     replays = [result.report["prompt_graph_replays"] for result in results]
     assert min(replays) >= 5 if exchange == "p2p" else max(replays) == 0
+
+
+def test_a_timeline_that_comes_later_sees_replays(model):
+    """Graphs that were captured without one are captured anew."""
+    engine = Engine(EngineConfig.from_dict(settings(model)), Comm(0, 1, torch.device("cuda", 0)))
+    params = {"temperature": 0.0, "max_tokens": 4}
+    for number in range(4):
+        if number == 3:
+            engine.runner.decoder.timeline = timeline = Timeline(engine.comm)
+        prompt = list(range(9 + 50 * number, 49 + 50 * number))
+        engine.step([{"op": "add", "id": number, "prompt": prompt, "params": params}])
+        while not engine.idle:
+            engine.step([])
+    replays = engine.runner.prompts.replays + engine.runner.graphs.replays
+    seen = Counter((span.step, span.layer, span.stage) for span in timeline.read())
+    assert replays >= 8 and set(seen.values()) == {1}
+    assert sum(stage == "experts" for _, _, stage in seen) == 4 * len(engine.model.moe_layers)
