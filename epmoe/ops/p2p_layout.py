@@ -96,6 +96,11 @@ class Layout:
         """Byte offset of a region."""
         return self.starts[region]
 
+    @property
+    def for_signals(self) -> tuple[int, int, int]:
+        """Byte offsets of what the end of a send kernel counts in and signals through: state, sent, signal."""
+        return self.at("state"), self.at("sent"), self.at("signal")
+
     @cached_property
     def total(self) -> int:
         """Bytes of one lane's buffer."""
