@@ -51,14 +51,14 @@ def test_parts_that_die_or_hang_leave_the_others():
     parts = [
         Part("good", 1, good),
         Part("dies", 1, dies),
-        Part("stuck", 1, stuck),
+        Part("stuck", 0.05, stuck),
         Part("last", 8, good),
     ]
-    run_parts((2, "cpu"), parts, began + 60, kept.update)
+    run_parts((2, "cpu"), parts, began + 300, kept.update)  # of which a busy machine needs much to start ranks
     assert kept["good"]["found"] == kept["last"]["found"] == {"ranks": 2} and "failed" not in kept["last"]
     assert kept["dies"]["found"] == {"so far": 1} and "exit code 3" in kept["dies"]["failed"]
     assert kept["stuck"]["found"] == {"so far": 2} and "within its time" in kept["stuck"]["failed"]
-    assert time.monotonic() - began < 60 + GRACE
+    assert time.monotonic() - began < 300 + GRACE
 
 
 def test_parts_without_time_say_so():
@@ -99,12 +99,12 @@ def dies(comm, save, seconds):
     if comm.rank == 1:
         time.sleep(1)
         os._exit(3)
-    time.sleep(60)
+    time.sleep(300)
 
 
 def stuck(comm, save, seconds):
     save({"so far": 2})
-    time.sleep(0 if comm.rank else 60)
+    time.sleep(0 if comm.rank else 300)
 
 
 @pytest.mark.soak
