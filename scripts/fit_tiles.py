@@ -2,11 +2,10 @@
 """Measure every form of tiles over shapes and numbers of tokens; fit the constants that `tile_cost` predicts with.
 
     scripts/fit_tiles.py --measure FILE [--shapes E,K,D,F ...] [--tokens T ...] [--seconds 60]     (on a GPU)
-    scripts/fit_tiles.py --fit FILE [FILE ...]                                                    (anywhere)
+    scripts/fit_tiles.py --fit FILE [FILE ...] [--cross]                                          (anywhere)
 
 ``--measure`` times both products of each form alone (graph replay, L2 flushed) and adds to FILE.  ``--fit`` prints the
-table of `epmoe/ops/tiles.py`, how far its choices are from the fastest form of each case, and the same for each
-shape with constants fitted to the others.
+table of `epmoe/ops/tiles.py` and how far its choices are from the fastest form of each case, both products alone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from epmoe.ops.tiles import FORMS  # noqa: E402
 SHAPES = ("64,6,2048,1408", "60,4,2048,1408", "16,2,4096,6400", "128,8,4096,1536", "32,4,7168,2048", "8,2,6144,16384")
 TOKENS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LOW, HIGH = (50.0, 0.0, 2.5), (1000.0, 12.0, 5.5)
-STARTS = ((600.0, 0.5, 4.2), (300.0, 1.0, 4.0), (150.0, 0.2, 4.3))
 PARTS = ("gate_up", "down")
 
 
@@ -98,33 +96,44 @@ def _measure_case(shape, weights, count: int, timer) -> dict[str, list[float]]:
 
 
 def fit(cases: list[dict]) -> list[Form]:
-    """The known forms with constants for these cases; a form that was measured too seldom keeps its own."""
-    seen = defaultdict(list)
-    for case in cases:
-        layer = layer_of(case)
-        for name, us in case["us"].items():
-            for part in (0, 1):
-                seen[name, part].append((layer, *sizes(layer)[part], us[part]))
-    forms = []
-    for name, form in KNOWN.items():
-        for part in (0, 1):
-            if len(seen[name, part]) > 4:
-                form = replace(form, **{PARTS[part]: _speed(form, seen[name, part])})
-        forms.append(form)
-    return forms
+    """The known forms with the constants that fit these cases best.
 
+    Two kinds of measurements: each product alone, and the differences between whole layers with different tiles, which
+    count twice.  Products alone run cooler than in a layer, and under the power limit that favours some forms.
+    """
+    place = {name: number for number, name in enumerate(KNOWN)}
+    layers = [(case, layer_of(case)) for case in cases]
 
-def _speed(form: Form, seen: list[tuple]) -> Speed:
     def off(constants: np.ndarray) -> np.ndarray:
-        speed = Speed(*constants)
-        return np.array([np.log(product_us(layer, form, speed, rows, width) / us) for layer, rows, width, us in seen])
+        speeds = constants.reshape(len(KNOWN), 2, 3)
 
-    fits = [
-        least_squares(off, start, bounds=(LOW, HIGH), loss="soft_l1", f_scale=0.05, x_scale=(600, 0.5, 4.2))
-        for start in STARTS
+        def us(name: str, part: int, layer: Layer) -> float:
+            return product_us(layer, KNOWN[name], Speed(*speeds[place[name], part]), *sizes(layer)[part])
+
+        away = []
+        for case, layer in layers:
+            away += [np.log(us(name, p, layer) / case["us"][name][p]) for name in case["us"] for p in (0, 1)]
+            if whole := case.get("layers"):
+                expected = np.array([us(one, 0, layer) + us(two, 1, layer) for one, two, _ in whole])
+                seen = np.array([each for _, _, each in whole])
+                away += list(2 * (expected - expected.mean() - seen + seen.mean()) / seen.min())
+        return np.array(away)
+
+    start = np.array([speed for form in KNOWN.values() for speed in (form.gate_up, form.down)], float).ravel()
+    low, high = (np.tile(limit, 2 * len(KNOWN)) for limit in (LOW, HIGH))
+    start = np.clip(start, low + 1e-6, high - 1e-6)
+    scale = np.tile((600, 0.5, 4.2), 2 * len(KNOWN))
+    found = least_squares(off, start, bounds=(low, high), loss="soft_l1", f_scale=0.05, x_scale=scale, max_nfev=30).x
+    rounded = [Speed(round(t), round(u, 1), round(s, 2)) for t, u, s in found.reshape(-1, 3).tolist()]
+    return [
+        replace(form, gate_up=rounded[2 * number], down=rounded[2 * number + 1])
+        for number, form in enumerate(KNOWN.values())
     ]
-    best = min(fits, key=lambda result: result.cost).x
-    return Speed(round(best[0]), round(best[1], 1), round(best[2], 2))
+
+
+def is_complete(case: dict) -> bool:
+    """Whether every form that may be chosen was measured."""
+    return all(name in case["us"] for name, form in KNOWN.items() if worth(form, layer_of(case)))
 
 
 def regret(case: dict, forms: list[Form]) -> float:
@@ -139,19 +148,20 @@ def regret(case: dict, forms: list[Form]) -> float:
     return got / min(map(sum, best.values()))
 
 
-def show_fit(cases: list[dict]) -> None:
+def show_fit(cases: list[dict], cross: bool) -> None:
     for form in fit(cases):
         gate_up, down = (f"Speed({speed.tflops}, {speed.tile_us}, {speed.tbs})" for speed in (form.gate_up, form.down))
         print(f"{key(form)}: {gate_up}, {down}")
-    over = [regret(case, list(FORMS)) for case in cases]
-    for case, each in zip(cases, over):
+    whole = [case for case in cases if is_complete(case)]
+    over = [regret(case, list(FORMS)) for case in whole]
+    for case, each in zip(whole, over):
         if each > 1.05:
             print(f"{case['shape']} {case['tokens']} tokens: {each:.3f}")
-    print(f"{len(cases)} cases with the constants of tiles.py: mean {np.mean(over):.3f}, worst {max(over):.3f}")
-    for shape in dict.fromkeys(tuple(case["shape"]) for case in cases):
+    print(f"{len(whole)} cases with the constants of tiles.py: mean {np.mean(over):.3f}, worst {max(over):.3f}")
+    for shape in dict.fromkeys(tuple(case["shape"]) for case in cases) if cross else ():
         forms = fit([case for case in cases if tuple(case["shape"]) != shape])
-        over = [regret(case, forms) for case in cases if tuple(case["shape"]) == shape]
-        print(f"{shape} from the other shapes: mean {np.mean(over):.3f}, worst {max(over):.3f}")
+        over = [regret(case, forms) for case in whole if tuple(case["shape"]) == shape]
+        print(f"{shape} from the other shapes: mean {np.mean(over):.3f}, worst {max(over):.3f}", flush=True)
 
 
 def main() -> int:
@@ -159,6 +169,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--measure", type=Path, metavar="FILE")
     what.add_argument("--fit", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--cross", action="store_true", help="also fit without each shape in turn (minutes)")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="E,K,D,F")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T")
     parser.add_argument("--seconds", type=float, default=60, help="stop starting new cases after this long")
@@ -166,7 +177,7 @@ def main() -> int:
     if args.measure:
         measure(args.measure, args.shapes, args.tokens, args.seconds)
     else:
-        show_fit([case for path in args.fit for case in json.loads(path.read_text())])
+        show_fit([case for path in args.fit for case in json.loads(path.read_text())], args.cross)
     return 0
 
 

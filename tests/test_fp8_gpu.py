@@ -12,7 +12,7 @@ from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm
 from epmoe.ops.combine import weighted_sum
 from epmoe.ops.experts import ExpertOptions
-from epmoe.ops.experts_fp8 import BY_MEAN, expert_mlp_fp8_ref, expert_mlp_fp8_triton
+from epmoe.ops.experts_fp8 import BY_MEAN, STREAM, expert_mlp_fp8_ref, expert_mlp_fp8_triton
 from epmoe.ops.fp8 import quantize_rows_ref, quantize_rows_triton
 from epmoe.ops.moe_index import build_index, build_index_triton
 from epmoe.ops.tiles import Choice
@@ -37,7 +37,7 @@ def test_rows_are_quantised_as_by_the_twin():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tile", BY_MEAN)
+@pytest.mark.parametrize("tile", [*BY_MEAN, (1, 16, STREAM, STREAM)])
 def test_every_tile(tile, dtype):
     """Slots without pairs, full blocks and short ones; also against the twin, which rounds at the same places."""
     _, rows, gate_up, down = tile

@@ -1,7 +1,7 @@
 """What each form of tiles takes for a layer: the time of its full waves over the SMs, against that of its weights.
 
 A form is a block size and the tiles of a grouped product.  For each of the two products it has three constants, fitted
-to some 60 cases of six shapes on one H200 (docs/results/h200.md)::
+by scripts/fit_tiles.py to 86 cases of eleven shapes on one H200 (docs/results/h200_tiles.json)::
 
     blocks = slots * E[blocks of a slot],  a slot's pairs being Poisson with the mean of all
     tiles  = blocks * ceil(weight rows / cols)

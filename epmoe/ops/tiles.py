@@ -49,16 +49,16 @@ TAIL = 32
 
 # Block rows, tail, tiles; then of gate_up and of down: TFLOP/s, us of a tile besides, TB/s.
 FORMS = (
-    Form(16, 0, STREAM, Speed(175, 0.0, 4.31), Speed(192, 0.6, 4.48)),
-    Form(16, 0, STREAM_TWO, Speed(241, 0.0, 4.43), Speed(246, 0.5, 4.49)),
-    Form(32, 0, STREAM, Speed(352, 0.7, 4.48), Speed(370, 0.5, 4.49)),
-    Form(32, 0, NARROW_THREE, Speed(360, 0.7, 4.37), Speed(326, 0.4, 4.4)),
-    Form(64, 0, NARROW, Speed(465, 0.0, 4.46), Speed(577, 0.6, 4.31)),
-    Form(64, 0, NARROW_THREE, Speed(453, 0.0, 4.53), Speed(523, 0.4, 4.32)),
-    Form(64, 0, BLOCKED_64, Speed(606, 0.0, 4.29), Speed(663, 1.4, 4.22)),
-    Form(128, 0, BLOCKED_128, Speed(789, 3.7, 4.16), Speed(773, 1.8, 4.18)),
-    Form(128, 0, SPECIALISED, Speed(667, 0.0, 4.89), Speed(777, 1.5, 4.39)),
-    Form(128, TAIL, SPECIALISED, Speed(736, 0.0, 4.75), Speed(835, 2.8, 4.37)),
+    Form(16, 0, STREAM, Speed(172, 0.0, 4.36), Speed(192, 0.6, 4.49)),
+    Form(16, 0, STREAM_TWO, Speed(238, 0.0, 4.41), Speed(244, 0.7, 4.49)),
+    Form(32, 0, STREAM, Speed(329, 0.2, 4.47), Speed(355, 0.4, 4.49)),
+    Form(32, 0, NARROW_THREE, Speed(339, 0.0, 4.39), Speed(322, 0.4, 4.4)),
+    Form(64, 0, NARROW, Speed(465, 0.0, 4.46), Speed(577, 0.5, 4.31)),
+    Form(64, 0, NARROW_THREE, Speed(453, 0.0, 4.55), Speed(526, 0.5, 4.33)),
+    Form(64, 0, BLOCKED_64, Speed(605, 0.0, 4.33), Speed(662, 1.4, 4.23)),
+    Form(128, 0, BLOCKED_128, Speed(783, 3.3, 4.14), Speed(769, 1.7, 4.16)),
+    Form(128, 0, SPECIALISED, Speed(671, 0.0, 4.92), Speed(774, 1.5, 4.41)),
+    Form(128, TAIL, SPECIALISED, Speed(726, 0.0, 4.84), Speed(820, 2.7, 4.45)),
 )
 
 
