@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from placement import cost  # noqa: E402
+from placement.cli.console import require_writable  # noqa: E402
 from placement.cohome import place_with_homes  # noqa: E402
+from placement.errors import UserError  # noqa: E402
 from placement.homes import Affinity, assign_homes, home_slack, remote_rows_RW, score_prompt, score_routing  # noqa: E402
 from placement.plan import Plan, linear_plan  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
@@ -87,6 +89,18 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     parser.add_argument("--plot", metavar="FILE.png", help="draw rows saved against compute tail")
     args = parser.parse_args()
+    try:
+        require_writable(args.json, args.plot)
+        rows = run_all(args)
+    except UserError as error:
+        parser.error(str(error))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def run_all(args: argparse.Namespace) -> list[dict]:
     rows = []
     for name in args.case:
         for split, seed, cap in product(args.split, args.seed, args.cap or [None]):
@@ -94,10 +108,7 @@ def main() -> None:
                 rows.append(row)
                 print(describe(row), flush=True)
         summarise([row for row in rows if row["case"] == name], args)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
-        plot(rows, args.plot)
+    return rows
 
 
 def run(name: str, split: int, seed: int, cap: float | None, args: argparse.Namespace) -> list[dict]:

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_synthetic_trace import Recipe, Router  # noqa: E402
 
 from placement import cost  # noqa: E402
+from placement.cli.console import require_writable  # noqa: E402
+from placement.errors import UserError  # noqa: E402
 from placement.joint import solve_joint  # noqa: E402
 from placement.methods import MIXED  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
@@ -95,6 +97,12 @@ def main() -> None:
     parser.add_argument("--tenfold", action="store_true", help="also solve with ten times the time and compare")
     parser.add_argument("--json", metavar="FILE", help="write the rows")
     args = parser.parse_args()
+    if args.cores is not None and args.cores < 1 or args.tokens < 1 or args.cap < 1:
+        parser.error("tokens and cores must be at least 1, and so must the cap")
+    try:
+        require_writable(args.json)
+    except UserError as error:
+        parser.error(str(error))
     rows = []
     for name in args.case:
         row = run(name, args)

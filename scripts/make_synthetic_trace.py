@@ -95,10 +95,18 @@ def main() -> None:
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
     args = parser.parse_args()
-    if args.tokens < 1 or args.shard_tokens < 0 or args.top_k > args.experts or args.seq_len < 1:
-        parser.error("tokens and seq-len must be at least 1, shard-tokens at least 0, top-k at most experts")
-    names = [field for field in vars(default) if hasattr(args, field)]
-    router = Router(Recipe(**{name: getattr(args, name) for name in names}))
+    if min(args.tokens, args.seq_len, args.layers) < 1 or args.shard_tokens < 0 or not 1 <= args.top_k <= args.experts:
+        parser.error("tokens, seq-len, layers and top-k must be at least 1, shard-tokens 0, top-k at most experts")
+    if not 0 <= args.topic <= 1 or args.seed < 0:
+        parser.error("topic is a share, 0 to 1, and a seed is 0 or more")
+    try:
+        write(args, Recipe(**{field: getattr(args, field) for field in vars(default)}))
+    except OSError as error:
+        parser.error(f"cannot write {args.output}: {error.strerror}")
+
+
+def write(args: argparse.Namespace, recipe: Recipe) -> None:
+    router = Router(recipe)
     if not args.shard_tokens:
         router.trace(args.tokens, 0).save(args.output)
         return
