@@ -9,10 +9,12 @@ from test_joint import random_trace
 from placement import cost, unseen
 from placement.cohome import place_with_homes
 from placement.homes import COPY_SLACK, HOME_SLACK, assign_homes, home_slack, remote_rows_RW
+from placement.joint import layer_limits, start_layout
+from placement.layout import draw_sample, load_noise
 from placement.plan import linear_plan
 from placement.robust import tail_rise
 from placement.solution import make_problem
-from placement.trace import join
+from placement.trace import Trace, join
 from placement.unseen import even_for_plan, even_for_unseen, request_loads, served_rise
 
 
@@ -44,6 +46,24 @@ def test_batches_are_drawn_from_some_of_many_requests(placed, monkeypatch):
     all_of_them = served_rise(plan, problem, score_RW, COPY_SLACK)
     monkeypatch.setattr(unseen, "MOST_CELLS", 20 * 4 * 4 * 3)
     assert served_rise(plan, problem, score_RW, COPY_SLACK) == pytest.approx(all_of_them, rel=0.5)
+
+
+def test_noise_of_loads_is_how_requests_of_a_home_differ():
+    """Requests of one kind per home make none, however the homes differ; else it is their spread, on either side."""
+    trace = random_trace(480, 1, 8, 2)
+    homes = np.arange(30) % 3
+    problem = make_problem(trace, 3, objective="dispatch_rows", homes=homes)
+    sample, layout = draw_sample(problem), start_layout(problem)
+    limit = layer_limits(problem, sample, layout)[0]
+    found = load_noise(sample, sample.ids_TLK[:, 0], limit)
+    ids_RX = trace.expert_ids_TLK[:, 0].reshape(30, -1)
+    load_RE = np.stack([np.bincount(ids, minlength=8) for ids in ids_RX]).astype(float)
+    apart_RE = load_RE - np.stack([load_RE[homes == home].mean(0) for home in range(3)])[homes]  # of equal length
+    np.testing.assert_allclose(found, 2 * apart_RE.T @ apart_RE, rtol=1e-5, atol=1e-3)
+    alike = np.tile(np.arange(6).reshape(3, 2)[homes][:, None], (1, 16, 1)).reshape(480, 1, 2)  # each home its experts
+    problem = make_problem(Trace(trace.shape, alike.astype(np.uint8), trace.seq_lens), 3, homes=homes)
+    sample = draw_sample(problem)
+    assert np.abs(load_noise(sample, sample.ids_TLK[:, 0], layer_limits(problem, sample, layout)[0])).max() < 1e-6
 
 
 def test_request_loads_are_the_cost_functions(placed):
