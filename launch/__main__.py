@@ -73,7 +73,8 @@ def _dispatch(argv: list[str], starting: Starting | None) -> int:
     module = importlib.import_module(COMMANDS[argv[0]][0])
     from launch.args import Parser
 
-    parser = Parser(prog=f"epmoe {argv[0]}", description=module.__doc__, allow_abbrev=False)
+    description = module.__doc__.replace("``", "")  # a terminal shows no markup
+    parser = Parser(prog=f"epmoe {argv[0]}", description=description, allow_abbrev=False)
     module.add_arguments(parser)
     return module.run(parser.parse_args(argv[1:]), starting)
 
