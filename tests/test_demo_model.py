@@ -70,7 +70,10 @@ def test_traces_are_held_out_text_and_this_model_s_choices(model, domain):
     trace = load_trace(FOLDER / f"trace_{domain}.npz")
     shape = ModelConfig.from_folder(FOLDER).moe_shape
     assert (trace.shape.moe_layers, trace.shape.num_experts, trace.shape.top_k) == (
-        shape.moe_layers, shape.num_experts, shape.top_k)
+        shape.moe_layers,
+        shape.num_experts,
+        shape.top_k,
+    )
     assert trace.tokenizer_sha256 == hashlib.sha256((FOLDER / "tokenizer.json").read_bytes()).hexdigest()
     sequences = trace.token_ids_T.reshape(len(trace.seq_lens), -1)[:: len(trace.seq_lens) // 4][:4]
     ids_TLK = trace.expert_ids_TLK.reshape(len(trace.seq_lens), -1, *trace.expert_ids_TLK.shape[1:])
@@ -91,7 +94,7 @@ def test_domains_use_different_experts():
     loads = {}
     for domain in DOMAINS:
         load_LE = load_trace(FOLDER / f"trace_{domain}.npz").load_LE().astype(float)
-        loads[domain] = (load_LE / np.linalg.norm(load_LE, axis=1, keepdims=True))
+        loads[domain] = load_LE / np.linalg.norm(load_LE, axis=1, keepdims=True)
     cosine = np.mean([(loads["german"] * loads[other]).sum(1).mean() for other in ("python", "c", "go")])
     assert cosine < 0.9
 
