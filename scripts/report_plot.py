@@ -42,10 +42,10 @@ def exchanges(axis: plt.Axes, found: dict) -> None:
         axis.plot([each["case"]["tokens"] for each in mine], [each["us"] for each in mine], "o-", color=COLOUR[name],
                   label=f"{name} (graph)" if mine[0]["graph_us"] else f"{name} (host)")  # fmt: skip
         plain = [(each["case"]["tokens"], each["plain_us"]) for each in mine]
-    axis.plot(*zip(*plain), "k:", label="two plain all_to_all_single, sizes known")
+    axis.plot(*zip(*plain), "k:", label="all_to_all_single of these rows, twice")
     axis.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us, dispatch and combine",
              title=f"One layer's exchange, hidden {cases[0]['case']['hidden']}")  # fmt: skip
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.9))
 
 
 def model(axis: plt.Axes, found: dict) -> None:

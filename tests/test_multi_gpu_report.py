@@ -109,7 +109,9 @@ def stuck(comm, save, seconds):
 
 @pytest.mark.soak
 def test_all_parts_on_cpu_ranks(tmp_path):
-    parts = report(tmp_path, "--limit-seconds", "400", "--solve-seconds", "2", "--tokens", "1", "16")["parts"]
+    trace = SCRIPT.parents[1] / "epmoe" / "demo_model" / "trace_c.npz"
+    options = ("--solve-seconds", "2", "--tokens", "1", "16", "--trace", str(trace))
+    parts = report(tmp_path, "--limit-seconds", "400", *options)["parts"]
     assert list(parts) == ["links", "promises", "exchanges", "model"]
     assert not any("failed" in part for part in parts.values())
     assert all(each["holds"] is not False for each in parts["promises"]["found"])
