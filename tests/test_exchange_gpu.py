@@ -50,11 +50,12 @@ def test_corners_and_random_layers(gpu_pool, world, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_many_rounds(gpu_pool, world, kind):
-    """A thousand rounds, or as many as ranks that take turns on a GPU get through: three minutes for all nine."""
+    """A thousand rounds, or as many as ranks that take turns on a GPU get through: three minutes for all nine, once
+    their kernels are compiled."""
     limit_s = 1e9 if world <= torch.cuda.device_count() else 180 / 9
     (done,) = set(gpu_pool(world).run(soak, kind, world, 1000, 64, limit_s, timeout_s=600))
     print(f"{kind} on {world} ranks: {done} rounds")
-    assert done == 1000 or limit_s < 1e9 and done > 8
+    assert done == 1000 or limit_s < 1e9 and done >= 8 * len(COMPILED)
 
 
 def one_layer(exchange: Exchange, x_TD, slot_TK, weight_TK, num_slots: int) -> torch.Tensor:
