@@ -63,6 +63,19 @@ def test_lockstep_ranks_give_the_reference(reduce, wire):
     assert all(exchange.failure() is None for exchange in exchanges)
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_large_steps_by_more_programs_give_the_reference(reduce):
+    case = Case(4, 300, 320, 4, 1024, 5, BF16, reduce)
+    exchanges = lockstep_ranks(case, "cuda")
+    for seed, beside in enumerate((False, True, False)):
+        for exchange in exchanges:
+            exchange.shares_sms = beside
+            exchange.begin_step(case.bound)
+        data = inputs(case, seed, "cuda", only=2 if seed == 2 else None)
+        assert torch.equal(lockstep_round(exchanges, case, data, seed % 2), reference(case, *data))
+    assert all(exchange.failure() is None for exchange in exchanges)
+
+
 def test_wire_kernels_equal_their_twins():
     x = torch.randn(37, 7168, device="cuda", dtype=BF16) * torch.logspace(-4, 4, 37, device="cuda", dtype=BF16)[:, None]
     x[3, :256] = 0

@@ -7,6 +7,7 @@ from triton import knobs
 
 from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import DISPATCH
+from epmoe.ops.p2p_ranks import PutOptions
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="run by scripts/test with TRITON_INTERPRET=1")
 CASES = [  # the interpreter cuts bfloat16 instead of rounding, so sums are of other types
@@ -28,6 +29,16 @@ def test_every_round_gives_the_reference(case):
         y = exchange.round(x, slot, weight)
         assert torch.equal(y, reference(case, x, slot, weight)), f"round {seed}"
         assert exchange.failure() is None
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_programs_without_rows_of_their_own_take_part(reduce):
+    case = Case(2, 5, 8, 2, 32, 3, torch.float32, reduce)
+    exchange = VirtualExchange(case, options=PutOptions(programs=24))
+    exchange.poison()
+    data = inputs(case, 4)
+    assert torch.equal(exchange.round(*data), reference(case, *data))
+    assert exchange.failure() is None
 
 
 def test_a_missing_signal_is_recorded_with_its_place_and_ends_all_later_waits():
