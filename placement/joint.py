@@ -47,6 +47,7 @@ from placement.transport import is_linear, polish
 HOT, COLD = 0.35, 0.12  # below it exchanges only undo each other
 SWEEP_STEPS = 16
 PLANNED_CORES = 2
+LATE = 0.1  # of what is left of the time; so late, the clock sets the temperature (starting workers makes nothing late)
 
 History = list[tuple[float, float, "float | None"]]
 
@@ -193,8 +194,9 @@ def anneal(problem: Problem, chain: ChainData, start: list[np.ndarray], pace: Pa
     begun, history = time.perf_counter(), []
     with Team(chain, problem.threads or usable_cores()) as team:
         for round in range(pace.rounds):
-            clock = (time.perf_counter() - begun) / max(pace.deadline - begun, 1e-9)
-            done = max(round / pace.rounds, clock)
+            clock, done = (time.perf_counter() - begun) / max(pace.deadline - begun, 1e-9), round / pace.rounds
+            if clock - done > LATE * (1 - done):
+                done = clock
             if done >= 1:
                 break
             after = min(1.0, done + 1 / pace.rounds)

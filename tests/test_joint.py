@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from placement import cost
+from placement import cost, joint
 from placement.joint import solve_joint
 from placement.layout import chain_data, draw_sample, layout_of, plan_of
 from placement.moves import LayerData, LayerSearch
 from placement.plan import MoEShape, linear_plan
 from placement.solution import Objective, make_problem
-from placement.team import ChainData
+from placement.team import ChainData, Team
 from placement.threads import usable_cores
 from placement.topology import uniform
 from placement.trace import Trace
@@ -111,6 +111,16 @@ def test_a_price_of_uneven_load_is_paid_in_rows():
     free, priced = (cost.evaluate(plan, train) for plan in plans)
     spread = [float((c.load_LW / c.load_LW.mean()).std()) for c in (free, priced)]
     assert spread[1] < 0.5 * spread[0] and free.fan_out < priced.fan_out
+
+
+def test_a_plan_does_not_depend_on_how_long_workers_take_to_start(monkeypatch):
+    problem = make_problem(random_trace(800, 4, 16, 3), 4, objective=MIXED, cap=1.2, seconds=4.0, threads=1)
+    monkeypatch.setattr(joint, "PLANNED_CORES", 0.2)  # work that any machine has time for
+    plans = []
+    for delay in (0.0, 0.1, 0.2):
+        monkeypatch.setattr(Team, "__enter__", lambda team, delay=delay: (time.sleep(delay), team)[1])
+        plans.append(solve_joint(problem).plan.slots)
+    assert plans[0] == plans[1] == plans[2]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores of a process are Linux's notion")
