@@ -89,10 +89,11 @@ def ways(rank_pool, folder: Path, script: Script, threads: int, *, brief: bool =
     yield "preemption", preempted
     for world, seed, copies in PLACEMENTS:
         yield f"{world} ranks, plan {seed}", go(rank_pool(world), plan=random_plan(folder, world, seed, copies))
-    plan = random_plan(folder, 2, 10, 0.5)  # under this one the probe of some request points to the other rank
-    probed = go(rank_pool(2), plan=plan, probe_tokens=4)
-    assert probed.moved > 0, "no request changed its home"
-    yield "home chosen after a probe of 4 tokens", probed
+    plans = {seed: random_plan(folder, 2, seed, 0.5) for seed in (6, 10)}
+    probed = {seed: go(rank_pool(2), plan=plan, probe_tokens=4) for seed, plan in plans.items()}
+    assert sum(some.moved for some in probed.values()), "no request changed its home"
+    for seed, some in probed.items():
+        yield f"homes chosen after a probe of 4 tokens, plan {seed}", some
 
 
 def require_bitwise(rank_pool, folder: Path, dtype: torch.dtype, threads: int, *, brief: bool = False) -> None:
