@@ -183,8 +183,9 @@ def bench_transports(comm: Comm, args, T: int) -> dict[str, tuple[float, float]]
     slot = torch.rand(T, slots, device=comm.device).argsort(1)[:, : args.top_k].int()
     weight = torch.rand(T, args.top_k, device=comm.device)
     remote = (slot // SLOTS != comm.rank).float()
-    rows = remote.sum() if args.combine == "exact" else T * (1 - 0.5**args.top_k)
-    moved = (T * (1 - 0.5**args.top_k) + float(rows)) * exchange.layout.row_bytes
+    once = T * (comm.world - 1) * (1 - (1 - 1 / comm.world) ** args.top_k)  # (token, other rank) with even routing
+    back = float(remote.sum()) if args.combine == "exact" else once
+    moved = (once + back) * exchange.layout.row_bytes
     measured = {}
     for name, copy_from in (("put", T + 1), ("copy", 0)):
         exchange.copy_from = copy_from

@@ -147,7 +147,7 @@ def run_script(args: argparse.Namespace, name: str, seconds: float) -> dict:
     """Another benchmark's lines, as it prints them."""
     options = {
         "put": ["--gpus", str(args.ranks), "--rows", *ROWS, "--transports", *TRANSPORTS, "--calibrate", args.costs],
-        "lanes": ["--ranks", str(args.ranks), "--device", "cuda", "--exchange", "p2p", "--tokens", *LANES],
+        "lanes": ["--ranks", str(args.ranks), "--shapes", "qwen3-30b-a3b", "--exchange", "p2p", "--tokens", *LANES],
     }
     command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[name])), *options[name]]
     print(f"-- {name}, at most {seconds:.0f} s: {' '.join(command[1:])}", flush=True)
