@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epmoe.ops.launch import pdl_options
 from epmoe.ops.p2p_layout import DISPATCH, DONE, FAILED, POSITIONS, SENT, STEP, TOKENS, WAITED, Layout
@@ -75,6 +75,13 @@ def _clock_ns():
 
 
 @triton.jit
+def _read_acquire(ptr):
+    """Words of other ranks; what these wrote before them is visible from here on."""
+    text: tl.constexpr = "ld.acquire.sys.global.b64 $0, [$1];"
+    return tl.inline_asm_elementwise(text, "=l,l", [ptr], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
 def finish_send(
     table_ptr, me, state_at, sent_at, signal_at, direction, tokens, bound,
     W: tl.constexpr, W2: tl.constexpr, C: tl.constexpr,
@@ -121,13 +128,14 @@ def _wait_kernel(
     layer,
     W: tl.constexpr,
     W2: tl.constexpr,
-    CLOCK: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Wait for every rank's signal of this epoch; one warp, one lane a peer.
 
     It may start while the kernel ahead (the put) still runs, reads only words that older kernels or other ranks wrote,
-    and writes when that kernel has ended."""
+    and writes when that kernel has ended.  The kernel behind may start when the signals are there: earlier it would
+    hold SMs while rows travel."""
     me = first_rank + tl.program_id(0)
     base = tl.load(table_ptr + me)
     state_ptr = (base + state_at).to(tl.pointer_type(tl.int64))
@@ -135,22 +143,22 @@ def _wait_kernel(
     step = tl.load(state_ptr + _STEP)
     going = (tl.load(state_ptr + _FAILED) == 0).to(tl.int32)
     w = tl.arange(0, W2)
-    signal_ptr = (base + signal_at + (direction * W + w) * 8).to(tl.pointer_type(tl.int64))
+    signal_ptr = (base + signal_at + (direction * W + tl.minimum(w, W - 1)) * 8).to(tl.pointer_type(tl.int64))
     begin = tl.zeros([], tl.int64)
-    if CLOCK:
+    if ON_DEVICE:
         begin = _clock_ns()
     spins = 0
     reason = 0
     peer = 0
     while going != 0:
-        word = tl.load(signal_ptr, mask=w < W, other=0, volatile=True)
+        word = tl.load(signal_ptr, volatile=True)
         late = (((word >> 32).to(tl.int32) - epoch) < 0) & (w < W)
         if tl.sum(late.to(tl.int32), 0) == 0:
             going = 0
         spins += 1
         if ((spins & 63) == 0) & (going != 0):  # host memory is far away
             over = spins >= limit_ns
-            if CLOCK:
+            if ON_DEVICE:
                 over = _clock_ns() - begin > limit_ns
             if tl.load(host_ptr + _ABORT, volatile=True) != 0:
                 reason = 2
@@ -159,15 +167,16 @@ def _wait_kernel(
             if reason != 0:
                 going = 0
                 peer = tl.min(tl.where(late, w, W2), 0)
-    # Acquire, now that the words are there: what the peers wrote before their signals is visible from here on.
-    word = tl.atomic_add(signal_ptr, tl.zeros([W2], tl.int64), mask=w < W, sem="acquire", scope="sys")
+    word = _read_acquire(signal_ptr) if ON_DEVICE else tl.load(signal_ptr)
     if PDL:
+        if reason == 0:  # a wait behind one that failed must see that
+            gdc_launch_dependents()
         gdc_wait()
     tl.store(state_ptr + _WAITED + direction, epoch.to(tl.int64))
     tl.store(count_ptr + tl.program_id(0) * W + w, (word & 0xFFFF).to(tl.int32), mask=w < W)
     wrong = (((word >> 16) & 0xFFFF).to(tl.int32) != bound) & (w < W)
-    healthy = (reason == 0) & (tl.load(state_ptr + _FAILED) == 0)
-    if healthy & (tl.sum(wrong.to(tl.int32), 0) != 0):
+    disagree = (reason == 0) & (tl.sum(wrong.to(tl.int32), 0) != 0)
+    if tl.load(state_ptr + _FAILED, mask=disagree, other=1) == 0:
         reason = 3
         peer = tl.min(tl.where(wrong, w, W2), 0)
     if reason != 0:
@@ -222,7 +231,7 @@ def wait_signals(
         place.layer,
         W=layout.world,
         W2=triton.next_power_of_2(layout.world),
-        CLOCK=not interpreted,
+        ON_DEVICE=not interpreted,
         num_warps=1,
         **pdl_options(table_W),
     )
