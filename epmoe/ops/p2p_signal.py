@@ -104,14 +104,16 @@ def finish_send(
         if direction == _DISPATCH:
             rows = tl.load(sent_ptr, mask=w < W, other=0)
             word |= rows - before
+        signal_ptr = (peer + signal_at + (direction * W + me) * 8).to(tl.pointer_type(tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(signal_ptr, word, mask=w < W, sem="release", scope="sys")
+        # This rank's own words, for its later kernels: ahead of the signal they would hold it up.
+        if direction == _DISPATCH:
             tl.store(sent_ptr + W, rows, mask=w < W)
             tl.store(state_ptr + _TOKENS, all_tokens)
             tl.store(state_ptr + _POSITIONS, all_positions)
         tl.store(state_ptr + _SENT + direction, epoch)
         tl.store(state_ptr + _DONE + direction, 0)
-        signal_ptr = (peer + signal_at + (direction * W + me) * 8).to(tl.pointer_type(tl.int64))
-        tl.debug_barrier()
-        tl.atomic_xchg(signal_ptr, word, mask=w < W, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["first_rank", "bound", "limit_ns", "layer"])
