@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epmoe.ops.launch import is_hopper, pdl_options, sm_count
 from epmoe.ops.moe_index import MoEIndex
-from epmoe.ops.specialised_load import fetch, gather
+from epmoe.ops.specialised_load import load
 from epmoe.ops.specialised_multiply import multiply
 
 ROWS, COLS, DEPTH = 128, 256, 64
@@ -40,26 +40,6 @@ def _first_half(out, bufs, barriers, schedule, sizes, ACT: gl.constexpr, GROUP: 
 @gluon.jit
 def _second_half(out, bufs, barriers, schedule, sizes, ACT: gl.constexpr, GROUP: gl.constexpr, TAIL: gl.constexpr):
     multiply(out, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL, 1)
-
-
-@gluon.jit
-def _load(
-    a,
-    t_desc,
-    w_desc,
-    row_ptr,
-    bufs,
-    barriers,
-    schedule,
-    sizes,
-    ACT: gl.constexpr,
-    GROUP: gl.constexpr,
-    TAIL: gl.constexpr,
-):
-    if ACT is not None:
-        gather(a, w_desc, row_ptr, bufs, barriers, schedule, sizes, GROUP, TAIL)
-    else:
-        fetch(a, t_desc, w_desc, bufs, barriers, schedule, sizes, GROUP, TAIL)
 
 
 @gluon.jit
@@ -125,7 +105,7 @@ def specialised_gemm_kernel(
     out = (out_desc, out_ptr)
     gl.warp_specialize(
         [
-            (_load, (a, t_desc, w_desc, row_ptr, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
+            (load, (a, t_desc, w_desc, row_ptr, bufs, barriers, schedule, sizes, ACT is not None, GROUP, TAIL)),
             (_first_half, (out, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
             (_second_half, (out, bufs, barriers, schedule, sizes, ACT, GROUP, TAIL)),
         ],

@@ -53,71 +53,93 @@ def _rows(a, row_ptr, first, stop, width, ROWS: gl.constexpr, DEPTH: gl.constexp
 
 
 @gluon.jit
-def gather(a, w_desc, row_ptr, bufs, barriers, schedule, sizes, GROUP: gl.constexpr, TAIL: gl.constexpr):
-    """Of the first GEMM: weights by TMA, rows by four warps; rows beyond the block's pairs are zeros."""
+def _gather(a, w_desc, row_ptr, bufs, barriers, step, at_tile, width, TAIL: gl.constexpr):
+    """A tile of the first GEMM: weights by TMA, rows by four warps; rows beyond the block's pairs are zeros."""
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
     full, empty = barriers
-    L, slot_rows, width, out_width = sizes
+    first, stop, weight_row = at_tile
     STAGES: gl.constexpr = a_bufs.shape[0]
     ROWS: gl.constexpr = a_bufs.shape[1]
-    DEPTH: gl.constexpr = a_bufs.shape[2]
     COLS: gl.constexpr = w_bufs.shape[1]
-    tiles, n_tiles = count_tiles(schedule, L, slot_rows, COLS)
-    step = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        slot, first, stop, n = locate(tile, n_tiles, schedule, ROWS, GROUP)
-        ptrs, live, k = _rows(a, row_ptr, first, stop, width, ROWS, DEPTH)
-        few = stop - first <= TAIL
-        tail = few | (stop - first > ROWS)
-        if TAIL > 0:
-            t_ptrs, t_live, t_k = _rows(a, row_ptr, first + gl.where(few, 0, ROWS), stop, width, TAIL, DEPTH)
-        for at in range(0, width, DEPTH):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(s), COLS * DEPTH * 2)
-            tma_load(w_desc, [slot * slot_rows + n * COLS, at], full.index(s), w_bufs.index(s))
-            if TAIL == 0:
+    DEPTH: gl.constexpr = w_bufs.shape[2]
+    ptrs, live, k = _rows(a, row_ptr, first, stop, width, ROWS, DEPTH)
+    few = stop - first <= TAIL
+    tail = few | (stop - first > ROWS)
+    if TAIL > 0:
+        t_ptrs, t_live, t_k = _rows(a, row_ptr, first + gl.where(few, 0, ROWS), stop, width, TAIL, DEPTH)
+    for at in range(0, width, DEPTH):
+        s = step % STAGES
+        mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(s), COLS * DEPTH * 2)
+        tma_load(w_desc, [weight_row, at], full.index(s), w_bufs.index(s))
+        if TAIL == 0:
+            gather_load(a_bufs.index(s), ptrs, mask=live & (at + k < width))
+        else:
+            if not few:
                 gather_load(a_bufs.index(s), ptrs, mask=live & (at + k < width))
-            else:
-                if not few:
-                    gather_load(a_bufs.index(s), ptrs, mask=live & (at + k < width))
-                if tail:
-                    gather_load(t_bufs.index(s), t_ptrs, mask=t_live & (at + t_k < width))
-                t_ptrs += DEPTH
-            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-            ptrs += DEPTH
-            step += 1
+            if tail:
+                gather_load(t_bufs.index(s), t_ptrs, mask=t_live & (at + t_k < width))
+            t_ptrs += DEPTH
+        async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+        ptrs += DEPTH
+        step += 1
+    return step
 
 
 @gluon.jit
-def fetch(a, t_desc, w_desc, bufs, barriers, schedule, sizes, GROUP: gl.constexpr, TAIL: gl.constexpr):
-    """Of the second GEMM, all by TMA: rows beyond the block's pairs are the next block's, or garbage."""
+def _fetch(a, t_desc, w_desc, bufs, barriers, step, at_tile, width, TAIL: gl.constexpr):
+    """A tile of the second GEMM, all by TMA: rows beyond the block's pairs are the next block's, or garbage."""
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
     full, empty = barriers
-    L, slot_rows, width, out_width = sizes
+    first, stop, weight_row = at_tile
     STAGES: gl.constexpr = a_bufs.shape[0]
     ROWS: gl.constexpr = a_bufs.shape[1]
-    DEPTH: gl.constexpr = a_bufs.shape[2]
     COLS: gl.constexpr = w_bufs.shape[1]
-    tiles, n_tiles = count_tiles(schedule, L, slot_rows, COLS)
+    DEPTH: gl.constexpr = w_bufs.shape[2]
+    few = stop - first <= TAIL
+    more = stop - first > ROWS
+    whole = (stop - first > TAIL) & (stop - first <= ROWS)
+    for at in range(0, width, DEPTH):
+        s = step % STAGES
+        mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
+        if TAIL == 0:
+            mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2)
+            tma_load(a, [first, at], full.index(s), a_bufs.index(s))
+        else:
+            # One of the three; how many bytes to expect must be a constant.
+            mbarrier.expect(full.index(s), (COLS + TAIL) * DEPTH * 2, pred=few)
+            mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2, pred=whole)
+            mbarrier.expect(full.index(s), (COLS + ROWS + TAIL) * DEPTH * 2, pred=more)
+            tma_load(t_desc, [first + gl.where(few, 0, ROWS), at], full.index(s), t_bufs.index(s), pred=few | more)
+            tma_load(a, [first, at], full.index(s), a_bufs.index(s), pred=whole | more)
+        tma_load(w_desc, [weight_row, at], full.index(s), w_bufs.index(s))
+        step += 1
+    return step
+
+
+@gluon.jit
+def load(
+    a,
+    t_desc,
+    w_desc,
+    row_ptr,
+    bufs,
+    barriers,
+    schedule,
+    sizes,
+    GATHERED: gl.constexpr,
+    GROUP: gl.constexpr,
+    TAIL: gl.constexpr,
+):
+    """Fills the buffers, tile after tile."""
+    a_bufs, t_bufs, w_bufs, out_bufs = bufs
+    L, slot_rows, width, out_width = sizes
+    tiles, n_tiles = count_tiles(schedule, L, slot_rows, w_bufs.shape[1])
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        slot, first, stop, n = locate(tile, n_tiles, schedule, ROWS, GROUP)
-        few = stop - first <= TAIL
-        more = stop - first > ROWS
-        whole = (stop - first > TAIL) & (stop - first <= ROWS)
-        for at in range(0, width, DEPTH):
-            s = step % STAGES
-            mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
-            if TAIL == 0:
-                mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2)
-                tma_load(a, [first, at], full.index(s), a_bufs.index(s))
-            else:
-                # One of the three; how many bytes to expect must be a constant.
-                mbarrier.expect(full.index(s), (COLS + TAIL) * DEPTH * 2, pred=few)
-                mbarrier.expect(full.index(s), (COLS + ROWS) * DEPTH * 2, pred=whole)
-                mbarrier.expect(full.index(s), (COLS + ROWS + TAIL) * DEPTH * 2, pred=more)
-                tma_load(t_desc, [first + gl.where(few, 0, ROWS), at], full.index(s), t_bufs.index(s), pred=few | more)
-                tma_load(a, [first, at], full.index(s), a_bufs.index(s), pred=whole | more)
-            tma_load(w_desc, [slot * slot_rows + n * COLS, at], full.index(s), w_bufs.index(s))
-            step += 1
+        slot, first, stop, n = locate(tile, n_tiles, schedule, a_bufs.shape[1], GROUP)
+        at_tile = (first, stop, slot * slot_rows + n * w_bufs.shape[1])
+        if GATHERED:
+            step = _gather(a, w_desc, row_ptr, bufs, barriers, step, at_tile, width, TAIL)
+        else:
+            step = _fetch(a, t_desc, w_desc, bufs, barriers, step, at_tile, width, TAIL)
