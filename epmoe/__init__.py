@@ -26,7 +26,9 @@ __all__ = ["LLM", "RankFailure", "SamplingParams", "UserError"]
 
 def __getattr__(name: str) -> Any:
     """The Python API on first use: ranks import this package and must not load it."""
-    if name == "LLM":
+    if name == "__version__":
+        from placement import __version__ as found
+    elif name == "LLM":
         from launch.llm import LLM as found
     elif name == "RankFailure":
         from launch.failure import RankFailure as found

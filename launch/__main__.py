@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from launch.env import read_torchrun
 from launch.failure import RankFailure
 from launch.signals import Stopped
+from placement import __version__
 from placement.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ COMMANDS = {  # command -> (module with add_arguments and run, help)
     "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
 }
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them)"
+USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them; epmoe --version)"
 
 
 def main(argv: list[str] | None = None, starting: Starting | None = None) -> int:
@@ -68,6 +69,9 @@ def _dispatch(argv: list[str], starting: Starting | None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, *(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()), sep="\n")
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"epmoe {__version__}")
+        return 0
     if argv[0] not in COMMANDS:
         raise UserError(f"command {argv[0]} is unknown; use {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[argv[0]][0])

@@ -6,7 +6,9 @@ import argparse
 import errno
 import os
 import sys
+from typing import NoReturn
 
+from placement import __version__
 from placement.cli import compare, convert, inspect, report, simulate, solve, validate
 from placement.errors import UserError
 from placement.threads import one_blas_thread
@@ -19,13 +21,21 @@ Decide which GPU holds which expert of a mixture-of-experts model, from recorded
 COMMANDS = (solve, compare, report, inspect, convert, validate, simulate)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line and no usage text; the parsers of commands are such too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
         prog="epmoe-placement",
         description=DESCRIPTION,
         epilog="`epmoe-placement COMMAND --help` shows examples. Errors of use exit with code 2.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"epmoe-placement {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

@@ -125,7 +125,7 @@ def evaluate(
         raise UserError(f"the plan has {plan.ranks} ranks, the topology {topology.ranks} GPUs; solve for this topology")
     if combine not in ("exact", "reduce"):
         raise UserError(f"combine is {combine!r}; it is 'exact' or 'reduce'")
-    homes = round_robin_homes(len(trace.seq_lens), plan.ranks) if homes is None else _checked_homes(homes, plan, trace)
+    homes = round_robin_homes(len(trace.seq_lens), plan.ranks) if homes is None else checked_homes(homes, plan, trace)
     counts = _count(plan, trace, homes)
     return _costs(plan, trace, topology, counts, combine, calibration or Calibration())
 
@@ -305,7 +305,8 @@ def _step_seconds(
     return float((calibration.layer_seconds + compute_L + (1 - calibration.overlap) * wire_L).sum())
 
 
-def _checked_homes(homes: np.ndarray, plan: Plan, trace: Trace) -> np.ndarray:
+def checked_homes(homes: np.ndarray, plan: Plan, trace: Trace) -> np.ndarray:
+    """int64 ``[sequences]``; ``UserError`` unless each is a rank of the plan."""
     homes = np.asarray(homes)
     if homes.shape != trace.seq_lens.shape:
         raise UserError(f"homes has shape {homes.shape}; give one rank for each of the {len(trace.seq_lens)} sequences")

@@ -1,4 +1,10 @@
-"""The one error type a user may see as a single line."""
+"""The one error type a user may see as a single line, and the errors of files that become it."""
+
+import zipfile
+import zlib
+
+# What numpy raises on an .npy or .npz that is cut, changed or of another kind.
+BROKEN_ARRAY = (OSError, ValueError, EOFError, KeyError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 class UserError(ValueError):

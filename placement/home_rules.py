@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.errors import UserError
+from placement.errors import BROKEN_ARRAY, UserError
 from placement.homes import Affinity, assign_homes, home_slack, score_prompt, score_routing
 from placement.plan import Plan
 from placement.trace import Trace
@@ -43,7 +43,7 @@ def read_homes(path: str | Path, sequences: int) -> np.ndarray:
         else:
             raw = json.loads(file.read_text(encoding="utf-8"))
             homes = np.asarray(raw["homes"] if isinstance(raw, dict) else raw)
-    except (OSError, ValueError, KeyError, EOFError, RecursionError) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read homes {path}: {error}; give a list with one rank per sequence") from None
     if homes.shape != (sequences,) or not np.issubdtype(homes.dtype, np.integer):
         raise UserError(f"{path} holds {homes.dtype} {homes.shape}; give one rank for each of {sequences} sequences")

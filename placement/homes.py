@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.errors import UserError
+from placement.errors import BROKEN_ARRAY, UserError
 from placement.plan import Plan
 from placement.textfiles import whole_file
 from placement.trace import Trace
@@ -68,7 +68,7 @@ class Affinity:
         try:
             with np.load(path, allow_pickle=False) as raw:
                 found = Affinity(raw["token_rank"], raw["expert_rank"], str(raw["tokenizer_sha256"]))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except BROKEN_ARRAY as error:
             raise UserError(
                 f"cannot read affinity file {path}: {error}; write it with the plan it belongs to"
             ) from None

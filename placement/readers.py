@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.errors import UserError
+from placement.errors import BROKEN_ARRAY, UserError
 from placement.profile import Profile, profile_trace
 from placement.readers_json import read_vllm, stream_jsonl
 from placement.readers_sglang import read_sglang
@@ -151,7 +151,7 @@ def _json_table(path: Path) -> np.ndarray:
 def _load_array(path: Path) -> np.ndarray:
     try:
         array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read {path}: {error}; expected a whole .npy without pickles") from None
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path} is an .npz archive, expected a .npy; leave out --from to have the format found")
@@ -162,7 +162,7 @@ def _sniff_npz(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read {path}: {error}; the file is cut or no .npz") from None
     return "vllm" if "routed_experts.npy" in names and "format.npy" not in names else "epmoe"
 
@@ -170,7 +170,7 @@ def _sniff_npz(path: Path) -> str:
 def _sniff_npy(path: Path) -> str:
     try:
         dims = np.load(path, allow_pickle=False, mmap_mode="r").ndim
-    except (OSError, ValueError, EOFError) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read {path}: {error}; expected a whole .npy without pickles") from None
     if dims == 3:
         return "vllm"

@@ -14,7 +14,6 @@ JSON lines, two kinds seen in the wild::
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.errors import UserError
+from placement.errors import BROKEN_ARRAY, UserError
 from placement.recording import ReadOptions, make_trace, read_text
 from placement.trace import Trace
 
@@ -57,7 +56,7 @@ def _vllm_arrays(path: Path) -> list[np.ndarray]:
             return [loaded]
         names = [n for n in ("prompt_routed_experts", "routed_experts") if n in loaded.files]
         parts = [loaded[n] for n in names]
-    except (OSError, ValueError, EOFError) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read {path}: {error}; expected a whole .npy or .npz without pickles") from None
     return [np.concatenate(parts)] if parts else []
 
@@ -97,7 +96,7 @@ def _decode(value: object, where: str) -> np.ndarray:
             ids = np.frombuffer(raw, np.dtype(value["dtype"])).reshape(value["shape"])
         else:
             ids = np.asarray(value)
-    except (ValueError, KeyError, TypeError, EOFError, binascii.Error) as error:
+    except (*BROKEN_ARRAY, TypeError) as error:
         raise UserError(f"{where}: routed_experts cannot be decoded ({error}); is the response whole?") from None
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{where}: routed_experts is {ids.dtype} {ids.shape}, expected integers [tokens, layers, k]")

@@ -61,7 +61,8 @@ def simulate(
     topology = topology or uniform(plan.ranks)
     if not trace.num_tokens:
         raise UserError(f"{trace.source} has no tokens to simulate; give a trace with at least one")
-    homes = cost.round_robin_homes(len(trace.seq_lens), plan.ranks) if homes is None else np.asarray(homes)
+    sequences = len(trace.seq_lens)
+    homes = cost.round_robin_homes(sequences, plan.ranks) if homes is None else cost.checked_homes(homes, plan, trace)
     budget = int(calibration.step_tokens // plan.ranks)
     if budget < 1:
         raise UserError(f"step_tokens {calibration.step_tokens:g} are under one per rank of {plan.ranks}; raise it")
@@ -73,6 +74,7 @@ def simulate(
             seq_lens=np.ones(len(rows), np.int64),
             token_ids_T=None,
             expert_weights_TLK=None,
+            homes=None,
         )
         priced = replace(calibration, step_tokens=float(len(rows)))
         costs = cost.evaluate(plan, step, topology, homes=home_T, combine=combine, calibration=priced)

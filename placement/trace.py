@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from placement.errors import UserError
+from placement.errors import BROKEN_ARRAY, UserError
 from placement.plan import MoEShape
 from placement.textfiles import whole_file
 
@@ -173,7 +173,7 @@ def _load_file(path: Path) -> Trace:
     try:
         with np.load(path, allow_pickle=False) as archive:
             raw = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+    except BROKEN_ARRAY as error:
         raise UserError(f"cannot read trace {path}: {error}; expected an {FORMAT} .npz, whole") from None
     if str(raw.get("format", "")) != FORMAT:
         found = str(raw.get("format"))

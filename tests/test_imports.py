@@ -22,7 +22,7 @@ MAY_IMPORT = {
 SOLVERS = {"ilp.py", "joint.py", "solve.py", "lower_bound.py"}
 LAZY_IN_PLACEMENT = {"matplotlib", "rich"}  # report and command line
 TORCH_DISTRIBUTED = {"epmoe/comm.py", "launch/torchrun.py"}  # all collectives; the store of a torchrun job
-PLACEMENT_FOR_EPMOE = {f"placement.{name}" for name in ("plan", "trace", "cost", "homes", "errors")}
+PLACEMENT_FOR_EPMOE = {f"placement.{name}" for name in ("plan", "trace", "cost", "homes", "errors", "__version__")}
 
 
 def imports(tree: ast.AST) -> list[tuple[str, bool, int]]:

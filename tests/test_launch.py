@@ -16,6 +16,7 @@ import pytest
 from cli import Run
 from tiny_checkpoints import save_tiny, tiny_tokenizer
 
+import epmoe
 from epmoe.config import EngineConfig, RankInfo
 from epmoe.engine.worker import Outputs
 from epmoe.model_config import ModelConfig
@@ -199,6 +200,11 @@ def test_interrupted_before_there_is_anything_to_drain(monkeypatch, capsys):
     monkeypatch.setattr("launch.generate._prompts", interrupted)
     assert main(["generate", "--model", "demo", "--prompt", "x"]) == 130
     assert capsys.readouterr().err == "epmoe: stopped by SIGINT\n"
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"epmoe {epmoe.__version__}\n"
 
 
 def test_setting_that_changes_the_maths(model, tmp_path, capsys):

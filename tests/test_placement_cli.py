@@ -2,10 +2,12 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import placement
 from placement import methods
 from placement.__main__ import COMMANDS, build_parser, main
 from placement.cost import Calibration, evaluate
@@ -37,6 +39,7 @@ def files(tmp_path_factory):
     two_level(2, 2, speed=[1, 1, 2, 2]).save(folder / "topology.json")
     config = {"num_hidden_layers": L + 1, "first_k_dense_replace": 1, "num_experts": E, "num_experts_per_tok": K}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "far.json").write_text(json.dumps([99] * len(trace.seq_lens)))
     np.savetxt(folder / "load.csv", trace.load_LE(), delimiter=",", fmt="%d")
     return folder
 
@@ -213,6 +216,15 @@ def test_simulate(run, tmp_path):
     assert np.isclose(first["tokens_per_second"], 1200 / sum(first["per_step"]["seconds"]))
 
 
+def test_a_trace_that_names_its_homes(run, tmp_path):
+    """As the engine records it: cut into requests and simulated like any other."""
+    trace = make_trace()
+    replace(trace, homes=np.zeros(len(trace.seq_lens), np.int32)).save(tmp_path / "h.npz")
+    for line in ("simulate --plan linear.json", "simulate --plan linear.json --cut 7", "report --plan linear.json"):
+        plain = ok(run(f"{line} --trace t.npz"))
+        assert ok(run(f"{line} --trace {tmp_path}/h.npz")) == plain.replace("t.npz", f"{tmp_path}/h.npz")
+
+
 def test_one_step_of_everything_is_the_cost_of_the_trace(run, tmp_path):
     Calibration(step_tokens=1200).save(tmp_path / "c.json")
     ok(run(f"simulate --trace t.npz --plan linear.json --calibration {tmp_path}/c.json --json {tmp_path}/s.json"))
@@ -322,6 +334,7 @@ MISTAKES = [
     ("report --plan linear.json --trace t.npz --solution linear.json", "no solution"),
     ("simulate --trace t.npz --plan linear", "--gpus"),
     ("simulate --trace t.npz --plan linear.json --homes topology.json", "homes"),
+    ("simulate --trace t.npz --plan linear.json --homes far.json", "ranks in 0..3"),
     ("simulate --trace t.npz --plan linear.json --homes probe:x", "prompt:N or probe:N"),
     ("report --plan linear.json --trace t.npz --homes probe:8", "has no affinity file"),
     ("validate /dev/zero", "device"),
@@ -344,9 +357,13 @@ MISTAKES = [
 def test_mistakes_are_one_line_and_exit_2(run, broken, line, named):
     code, out, err = run(line)
     assert code == 2, (code, out, err)
-    last = err.strip().splitlines()[-1]
-    assert named in last and last.startswith("epmoe-placement"), err
-    assert "Traceback" not in err and out == ""
+    (told,) = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert named in told and told.startswith("epmoe-placement"), err
+    assert out == ""
+
+
+def test_version(run):
+    assert ok(run("--version")) == f"epmoe-placement {placement.__version__}\n"
 
 
 def test_read_only_output(run, files, tmp_path, monkeypatch):

@@ -436,6 +436,22 @@ def test_native_trace_and_truncation(tmp_path):
             readers.read_trace(tmp_path / "cut.npz")
 
 
+def test_a_changed_bit_is_a_mistake_of_the_file(tmp_path):
+    """Whatever part of the archive it hits: headers, compressed data, the directory at its end."""
+    Trace(MoEShape((0, 1, 2), E, K, "m"), routing(40).astype(np.uint8), np.array([15, 25])).save(tmp_path / "t.npz")
+    data = (tmp_path / "t.npz").read_bytes()
+    refused = 0
+    for bit in range(0, 8 * len(data), 37):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "changed.npz").write_bytes(changed)
+        try:
+            readers.read_trace(tmp_path / "changed.npz")
+        except UserError as error:
+            refused += "changed.npz" in str(error)
+    assert refused > 100
+
+
 @pytest.mark.soak
 def test_fifty_million_rows_in_a_stream(tmp_path):
     """58 layers x 256 experts, top-8, 13 shards: read, checked and counted within 120 s of CPU and 2 GiB."""

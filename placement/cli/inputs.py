@@ -174,8 +174,9 @@ def cut_requests(traces: list[Trace], most: int | None) -> list[Trace]:
 
 
 def _cut(trace: Trace, most: int) -> Trace:
-    lens = [piece for length in trace.seq_lens.tolist() for piece in cut_sequences(length, most)]
-    return replace(trace, seq_lens=np.array(lens, np.int32))
+    pieces = [cut_sequences(length, most) for length in trace.seq_lens.tolist()]
+    homes = None if trace.homes is None else np.repeat(trace.homes, [len(each) for each in pieces])
+    return replace(trace, seq_lens=np.array([n for each in pieces for n in each], np.int32), homes=homes)
 
 
 def load_loads(args: argparse.Namespace) -> list[Profile] | None:
