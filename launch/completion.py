@@ -10,7 +10,8 @@ from launch.detokenize import Detokenizer
 class Completion:
     """What a request has produced so far.  ``finish_reason`` is ``None`` while it runs.
 
-    ``index`` numbers the samples of one prompt; ``stop_reason`` is the stop string that ended the text, if one did.
+    ``index`` numbers the samples of one prompt; ``stop_reason`` is the stop string that ended the text, if one did, and
+    what went wrong if the reason is "error".
     ``logprobs`` has an entry per token if the request asked for them (see ``epmoe.engine.runner.Logprobs``).
     """
 
@@ -44,8 +45,16 @@ class Completion:
         if finish_reason is not None:
             self.text += self._detokenizer.push([], last=True)
             if not self._cut_at_stop_string():
+                self.stop_reason = self._not_finite() if finish_reason == "error" else None
                 self.finish_reason = finish_reason
         return False
+
+    def _not_finite(self) -> str:
+        position = len(self.prompt_token_ids) + len(self.token_ids)
+        return (
+            f"the logits for position {position} are not finite numbers (NaN or infinite), so it cannot be drawn; the"
+            " checkpoint is damaged, or its values overflow: try dtype float32 or bfloat16, or download it again"
+        )
 
     @property
     def run_tokens(self) -> int:

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     if args.json and (unwritten := write_results(args.json, [_entry(each, params) for each in completions])):
         problems.append(unwritten)
     print_texts = bool(problems) or not args.json
+    problems += _errors(prompts, completions, params)
     recorded = None
     if args.record_trace:
         hashed = tokenizer_sha256(engine.model)
@@ -126,6 +127,16 @@ def run_all(
                 " dropped; a second signal stops at once"
             )
     return 128 + drain.signal if drain.signal else 0
+
+
+def _errors(prompts: list[Prompt], completions: list[Completion], params: SamplingParams) -> list[str]:
+    """A line about the first request that could not go on, if any."""
+    failed = [n for n, completion in enumerate(completions) if completion.finish_reason == "error"]
+    if not failed:
+        return []
+    first = failed[0]
+    where = prompts[first // params.n].where
+    return [f"{len(failed)} of {len(completions)} requests ended early; {where}: {completions[first].stop_reason}"]
 
 
 def _entry(completion: Completion, params: SamplingParams) -> dict:

@@ -28,8 +28,9 @@ class CompletionOutput:
         token_ids: all drawn tokens, those of an end token or stop string too.
         cumulative_logprob: sum over all drawn tokens so far; None unless log-probabilities were asked for.
         logprobs: for each token its own entry and those of the likeliest tokens, by token id.
-        finish_reason: "stop", "length" or "abort"; None while it runs.
+        finish_reason: "stop", "length" or "abort"; "error" where the model gave no finite logits; None while it runs.
         stop_reason: the stop string, or the id of ``stop_token_ids``, that ended it; None for the model's end token.
+            For an "error" a message that names the position and the remedy.
     """
 
     index: int

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from epmoe.ops.draw import draw
+from epmoe.ops.draw import UNDRAWN, draw
 from epmoe.ops.sampling import SampleRow, noise_key, pack_draws, sample
 
 
@@ -35,3 +35,22 @@ def check_ties(device: str, draws: int = 64) -> None:
     for cut in ({"top_k": 4}, {"top_p": 0.5}, {"top_k": 10, "top_p": 0.5}, {"top_p": 0.009}):
         rows = [SampleRow(temperature=1.0, key=noise_key(n, 0, 0), **cut) for n in range(draws)]
         assert torch.equal(draw(logits_NV.to(device), pack_draws(rows, device)).cpu(), sample(logits_NV, rows)), cut
+
+
+def check_broken(device: str) -> None:
+    """No token where any logit is not finite, wherever it lies; the rows beside it draw what they always do."""
+    values, places = (float("nan"), float("inf"), float("-inf")), (0, 8191, 8192, 9000)
+    broken = list(itertools.product(values, places))
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0}]
+    rows = [SampleRow(key=noise_key(n, 0, 0), **kinds[n % 2]) for n in range(len(broken) + 2)]
+    rows[1] = SampleRow(temperature=1.0, top_k=40, top_p=0.9, key=1)
+    logits_NV = torch.randn(len(rows), 9001, generator=torch.Generator().manual_seed(3))
+    want = sample(logits_NV, rows)
+    assert (want >= 0).all()
+    for n, (value, at) in enumerate(broken):
+        logits_NV[n, at] = value
+        want[n] = UNDRAWN
+    assert torch.equal(sample(logits_NV, rows), want)
+    assert torch.equal(draw(logits_NV.to(device), pack_draws(rows, device)).cpu(), want)
+    nothing_NV = torch.full((2, 300), float("nan"))
+    assert draw(nothing_NV.to(device), pack_draws(rows[:2], device)).tolist() == [UNDRAWN] * 2

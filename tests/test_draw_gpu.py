@@ -15,3 +15,7 @@ def test_draws_are_those_of_the_cpu(vocabulary, dtype):
 
 def test_ties():
     draw_cases.check_ties("cuda")
+
+
+def test_no_token_without_finite_logits():
+    draw_cases.check_broken("cuda")

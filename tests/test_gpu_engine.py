@@ -11,6 +11,7 @@ from drive import Script, all_blocks_free, drive, merge
 from tiny_checkpoints import FAMILIES, save_tiny
 from tokenizers import Tokenizer
 
+from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm
 from epmoe.model_config import ModelConfig
 from placement.plan import plan_from_ranks
@@ -35,10 +36,10 @@ def requests(which=ALL):
     return [(i, PROMPTS[i], {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}) for i in which]
 
 
-def run(model: str, device: str, script: Script, **settings):
+def run(model: str, device: str, script: Script, load=load_weights, **settings):
     comm = Comm(0, 1, torch.device(device))
     config = {"model": model, "device": device, "max_model_len": 256, "num_blocks": 128, **settings}
-    return drive(comm, config, script)
+    return drive(comm, config, script, load=load)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,6 +107,31 @@ def test_samples_are_those_of_the_cpu(checkpoints, graphs):
 def test_host_runs_ahead_and_behind_alike(checkpoints):
     settled = run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=False)
     assert run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=True).tokens == settled.tokens
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_request_without_finite_logits_ends_alone(checkpoints, graphs):
+    """Its prompt has a token whose embedding is NaN, or it draws one; log-probabilities and penalties beside it."""
+    model, kinds = checkpoints["qwen3_moe"], [{}, {"logprobs": 2}, {"presence_penalty": 0.5}, {"temperature": 1.0}]
+    asked = [
+        (i, PROMPTS[i], {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "seed": i, **kinds[i % 4]})
+        for i in ALL
+    ]
+    want = run(model, "cuda", Script(asked), graphs=graphs).tokens
+    bad = next(token for token in want[0] if token not in PROMPTS[0])
+
+    def damaged(*where):
+        weights, report = load_weights(*where)
+        weights.embed[bad] = float("nan")
+        return weights, report
+
+    found = run(model, "cuda", Script(asked), load=damaged, graphs=graphs)
+    assert all_blocks_free([found])
+    for i, tokens in want.items():
+        ends = 0 if bad in PROMPTS[i] else tokens.index(bad) + 1 if bad in tokens[:-1] else NEW
+        assert found.tokens[i] == tokens[:ends], i
+        assert found.reasons[i] == ("length" if ends == NEW else "error"), i
+    assert "error" in found.reasons.values() and "length" in found.reasons.values()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -83,7 +83,7 @@ def logprobs(
         return None
     (row_J,) = staging.upload([np.array(list(asked))])
     logprob_JV = logits_NV[row_J].float().log_softmax(-1)
-    chosen_J1 = logprob_JV.gather(1, token_N[row_J, None])
+    chosen_J1 = logprob_JV.gather(1, token_N[row_J, None].clamp(min=0))
     rank_J = (logprob_JV > chosen_J1).sum(-1) + 1
     top = logprob_JV.topk(min(max(asked.values()), logprob_JV.shape[1]))
     columns = map(HostCopy, (chosen_J1[:, 0], rank_J, *top))

@@ -37,12 +37,14 @@ from epmoe.moe.open_exchange import open_exchange
 from epmoe.moe.peer_order import expected_rows
 from epmoe.moe.timeline import Timeline
 from epmoe.ops.blas import sum_in_float32
+from epmoe.ops.draw import UNDRAWN
 from epmoe.ops.tuned import Tuned
 from epmoe.trace import ExpertLoads, RoutingRecorder, observe_all
 
 
 class Output(NamedTuple):
-    """New tokens of one request; ``finish_reason`` with its last ones."""
+    """New tokens of one request; ``finish_reason`` with its last ones, or with none: "abort", or "error" where the
+    logits of the next token were not finite."""
 
     request_id: int
     tokens: list[int]
@@ -231,7 +233,12 @@ class Engine:
         self.runner.decoder.exchange.raise_if_failed()
         self.wait_seconds += time.perf_counter() - started
         kept = self.scheduler.commit(chunks, tokens)
-        return [Output(r.id, [token], r.finish_reason, extra.get(r.id)) for r, token in kept]
+        return [
+            Output(r.id, [token], r.finish_reason, extra.get(r.id))
+            if token != UNDRAWN
+            else Output(r.id, [], r.finish_reason)
+            for r, token in kept
+        ]
 
     def _apply(self, messages: list[dict], headers: list[Header]) -> list[Output]:
         """Every rank applies the same messages; a home is a pure function of them and the headers, so all agree."""

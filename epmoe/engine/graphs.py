@@ -156,7 +156,7 @@ class DecodeGraphs:
         valid_N = at.attention.slot_T >= 0
         logits_NV = self.decoder.forward([Batch(token_N, at.attention, None, valid_N)], self.cache, self.observe)
         drawn_N = draw(logits_NV, at.draws)
-        self.last_token.index_copy_(0, at.row_N, drawn_N)
+        self.last_token.index_copy_(0, at.row_N, drawn_N.clamp(min=0))  # of a request that ends: some token
         return Ran(logits_NV, token_N, drawn_N)
 
     def _capture(self, at: Captured) -> None:

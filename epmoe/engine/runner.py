@@ -29,7 +29,7 @@ class Launched:
     logprobs: Logprobs | None = None
 
     def tokens(self) -> list[int]:
-        """The drawn tokens; waits for this step."""
+        """The drawn tokens, `UNDRAWN` where there is none; waits for this step."""
         return self.token_N.numpy().tolist()
 
     def extra(self) -> dict[int, dict]:
@@ -85,7 +85,7 @@ class Runner:
             newest_N = self.last_token[rows] if ran.fed_N is None else ran.fed_N  # a graph has drawn over them
             pending_N = torch.where(unknown, newest_N, -1)
             token_N = sample(logits_NV, [sample_row(chunk) for chunk in drawing], pending_N, self.staging.upload)
-        self.last_token[rows] = token_N
+        self.last_token[rows] = token_N.clamp(min=0)  # of a request that ends undrawn: some token
         return token_N
 
     def _build(self, chunks: list[Chunk]) -> Batch:

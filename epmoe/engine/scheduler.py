@@ -13,6 +13,7 @@ from typing import NamedTuple
 from epmoe.config import EngineConfig
 from epmoe.engine.kv_cache import BlockPool
 from epmoe.engine.request import Request
+from epmoe.ops.draw import UNDRAWN
 
 
 class Chunk(NamedTuple):
@@ -106,7 +107,8 @@ class Scheduler:
     def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[tuple[Request, int]]:
         """Take the drawn tokens (one per sampling chunk, in order); returns those that count, with their request.
 
-        A request that ended after the step was launched gets nothing: its extra token is dropped.
+        A request that ended after the step was launched gets nothing: its extra token is dropped.  One that drew
+        `UNDRAWN` ends with the reason "error".
         """
         kept = []
         drawn = iter(tokens)
@@ -120,8 +122,11 @@ class Scheduler:
             request.pending -= 1
             if request.finish_reason is not None:
                 continue
-            request.output.append(token)
             kept.append((request, token))
+            if token == UNDRAWN:
+                self._finish(request, "error")
+                continue
+            request.output.append(token)
             if request.blocks:
                 self.pool.publish(request)
             if reason := self._stops(request, token):

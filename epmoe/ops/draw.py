@@ -5,6 +5,9 @@ A cut keeps the tokens down to some place in the order (larger logit first, then
 bisection over the bits of the logits: floats, seen as integers with the sign folded, compare as they do as numbers, so
 16 passes of two bits over a row that stays in the L2 cache find the k-th logit, and 16 more the one at which p is
 reached.
+
+A row whose logits are not all finite numbers has no distribution: it gets `UNDRAWN` in place of a token, which travels
+to the host with the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from epmoe.ops.launch import pdl_options, wait_for_inputs
 
 BLOCK = 16384
 SPAN = 8192  # tokens of the vocabulary that one program draws from
+UNDRAWN = -1
 
 
 @dataclass(frozen=True)
@@ -191,13 +195,14 @@ def _draw_kernel(
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, i): the best of tokens i * SPAN.. of row n."""
+    """Program (n, i): the best of tokens i * SPAN.. of row n; an id of -1 if any of these logits is not finite."""
     wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     v = part * SPAN + tl.arange(0, SPAN)
     temperature = tl.load(temperature_ptr + n)
     score = tl.load(logits_ptr + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    broken = tl.max(((v < V) & ~(tl.abs(score) < float("inf"))).to(tl.int32), 0)
     if temperature > 0:
         order, floor = _ordered(score), tl.load(floor_ptr + n).to(tl.uint32, bitcast=True)
         kept = (order > floor) | ((order == floor) & (v <= tl.load(last_ptr + n)))
@@ -207,22 +212,25 @@ def _draw_kernel(
     best, at = tl.max(score, 0, return_indices=True)
     spot = n * tl.num_programs(1) + part
     tl.store(best_ptr + spot, best)
-    tl.store(id_ptr + spot, part * SPAN + at)
+    tl.store(id_ptr + spot, tl.where(broken != 0, -1, part * SPAN + at))
 
 
 @triton.jit
 def _pick_kernel(best_ptr, id_ptr, token_ptr, PARTS: tl.constexpr, PARTS2: tl.constexpr, PDL: tl.constexpr):
-    """Program n: the best of row n's parts, the first of equals."""
+    """Program n: the best of row n's parts, the first of equals; -1 if any part's id is."""
     wait_for_inputs(PDL)
     n = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PARTS2)
     score = tl.load(best_ptr + n * PARTS + i, mask=i < PARTS, other=float("-inf"))
+    id = tl.load(id_ptr + n * PARTS + i, mask=i < PARTS, other=0)
     _, at = tl.max(score, 0, return_indices=True)
-    tl.store(token_ptr + n, tl.load(id_ptr + n * PARTS + at).to(tl.int64))
+    token = tl.sum(tl.where(i == at, id, 0), 0)
+    tl.store(token_ptr + n, tl.where(tl.min(id, 0) < 0, -1, token).to(tl.int64))
 
 
 def draw(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """One token per row, int64 ``[N]``, on CUDA; any float logits, in float32; rows without a cut cost little."""
+    """One token per row, or `UNDRAWN`, int64 ``[N]``, on CUDA; any float logits, in float32; rows without a cut cost
+    little."""
     N, V = logits_NV.shape
     device = logits_NV.device
     logits_NV = logits_NV.contiguous()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from epmoe.ops.draw import Draws, draw
+from epmoe.ops.draw import UNDRAWN, Draws, draw
 
 LARGEST_TOP_K = 1 << 30  # fits an int32, and no vocabulary is larger
 Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
@@ -82,7 +82,7 @@ def sample(
     pending_N: torch.Tensor | None = None,
     upload: Upload | None = None,
 ) -> torch.Tensor:
-    """Draw one token per row: int64 ``[N]`` on the logits' device.
+    """Draw one token per row, `UNDRAWN` where a logit is not finite: int64 ``[N]`` on the logits' device.
 
     Args:
         logits_NV: model dtype; computed in float32.
@@ -90,7 +90,7 @@ def sample(
         upload: brings arrays to the logits' device (by default with a wait for it).
     """
     if all(row.temperature == 0 and not _penalised(row) for row in rows):
-        return logits_NV.float().argmax(-1)
+        return _drawn(logits_NV.float().argmax(-1), logits_NV)
     logits_NV = apply_penalties(logits_NV.float(), rows, pending_N, upload)
     if logits_NV.is_cuda:
         return draw(logits_NV, pack_draws(rows, logits_NV.device, upload))
@@ -101,7 +101,12 @@ def sample(
         temperature = logits_NV.new_tensor([row.temperature for row in asked])
         kept_NV = keep_likely(logits_NV[drawn] / temperature[:, None], asked)
         token_N[drawn] = (kept_NV + gumbel_noise([row.key for row in asked], kept_NV)).argmax(-1)
-    return token_N
+    return _drawn(token_N, logits_NV)
+
+
+def _drawn(token_N: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+    low_N, high_N = logits_NV.aminmax(dim=-1)  # either is NaN where any logit is
+    return token_N.where(low_N.isfinite() & high_N.isfinite(), UNDRAWN)
 
 
 def apply_penalties(

@@ -15,3 +15,7 @@ def test_draws_are_those_of_the_cpu(vocabulary, every):
 
 def test_ties():
     draw_cases.check_ties("cpu", draws=3)
+
+
+def test_no_token_without_finite_logits():
+    draw_cases.check_broken("cpu")
