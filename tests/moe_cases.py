@@ -8,8 +8,10 @@ import torch
 from torch.nn import functional
 
 from epmoe.ops.block_schedule import block_schedule_ref
-from epmoe.ops.experts import ExpertOptions, interleave_gate_up
+from epmoe.ops.experts import ExpertOptions, expert_mlp_triton, interleave_gate_up
+from epmoe.ops.moe_index import build_index_triton
 from epmoe.ops.router import RouterRule, route_ref, route_to_slots_ref
+from epmoe.ops.tiles import Choice
 
 RULES = {
     "softmax": RouterRule(),
@@ -133,6 +135,18 @@ def check_experts(run, build, device: str, dtype: torch.dtype, sizes=SIZES, rows
                 got = torch.where(pos_RK[..., None] >= 0, out_MD.cpu()[pos_RK.clamp(min=0)], 0.0)
                 error = relative(got, want)
                 assert error < tolerance, (num_slots, hidden, features, top_k, count, kind, error)
+
+
+def check_tiles(choice: Choice, dtype: torch.dtype, sizes, rows) -> None:
+    """`check_experts` of the GPU's kernels with these tiles."""
+    check_experts(
+        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
+        lambda slot, slots: build_index_triton(slot, slots, choice.rows, choice.tail),
+        "cuda",
+        dtype,
+        sizes,
+        rows,
+    )
 
 
 def check_sum(run, device: str, dtype: torch.dtype) -> None:

@@ -156,11 +156,4 @@ def test_512_experts_and_16_choices(dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_tile_in_half_precision(form):
     choice = Choice(form.rows, form.tiles, form.tiles, tail=form.tail)
-    moe_cases.check_experts(
-        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
-        lambda slot, slots: build_index_triton(slot, slots, form.rows, form.tail),
-        "cuda",
-        torch.float16,
-        ((3, 128, 192, 2),),
-        (33, 200),
-    )
+    moe_cases.check_tiles(choice, torch.float16, ((3, 128, 192, 2),), (33, 200))

@@ -77,28 +77,14 @@ def test_experts(dtype):
 def test_every_tile(form):
     """Slots without pairs, full blocks and short ones."""
     choice = Choice(form.rows, form.tiles, form.tiles, tail=form.tail)
-    moe_cases.check_experts(
-        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
-        lambda slot, slots: build_index_triton(slot, slots, form.rows, form.tail),
-        "cuda",
-        torch.bfloat16,
-        ((3, 128, 192, 2), (2, 256, 64, 1)),
-        (1, 33, 200),
-    )
+    moe_cases.check_tiles(choice, torch.bfloat16, ((3, 128, 192, 2), (2, 256, 64, 1)), (1, 33, 200))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(name):
     """One case of each, small enough for compute-sanitizer (docs/results/h200.md)."""
     rows, choice = VARIANTS[name]
-    moe_cases.check_experts(
-        lambda x, index, weights, options: expert_mlp_triton(x, index, weights, options, choice),
-        lambda slot, slots: build_index_triton(slot, slots, choice.rows, choice.tail),
-        "cuda",
-        torch.bfloat16,
-        ((4, 128, 192, 2),),
-        (rows,),
-    )
+    moe_cases.check_tiles(choice, torch.bfloat16, ((4, 128, 192, 2),), (rows,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
