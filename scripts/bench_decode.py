@@ -169,6 +169,12 @@ def show(case: dict) -> None:
     )
     print("     us:", {part: round(us) for part, us in case["breakdown"]["us"].items()},
           f"sum {sum(case['breakdown']['us'].values()):.0f}, {case['breakdown']['kernels']:.0f} kernels")  # fmt: skip
+    host = f"{case['host_us']:.0f} us of a step's {case['step_us']:.0f} ({100 * case['host_share']:.1f} %)"
+    print(
+        f"     host: works {host}, under the device's work: {case['gap_us']:.0f} us between a graph and the next"
+        f" ({100 * case['gap_us'] / case['step_us']:.2f} %); copies to the host a step:"
+        f" {case['breakdown'].get('to_host', float('nan')):.0f}"
+    )
     for line in case["breakdown"]["top"]:
         print("       ", *line)
     print("     host us a step:", "; ".join(f"{name} {us:.0f} ({calls:.0f})" for name, us, calls in case["host"][:16]))

@@ -197,7 +197,8 @@ def device_seconds(function: Callable[[], object], count: int) -> float:
 def clocks() -> str:
     """SM and memory clock, power and temperature, as nvidia-smi says."""
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"]
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # its number is not the one seen here
+    command = ["nvidia-smi", f"--id=GPU-{gpu}", f"--query-gpu={fields}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
@@ -205,7 +206,7 @@ def clocks() -> str:
 
 
 def kernel_breakdown(run: Callable[[], object], steps: int) -> dict:
-    """Device microseconds per step by part, over ``steps`` calls; ``kernels``: launches a step.
+    """Device microseconds per step by part, over ``steps`` calls; ``kernels`` and copies ``to_host`` a step.
 
     A kernel may start while the one before it still runs (programmatic dependent launch) and wait there; its time is
     counted from the end of the one before, so that the parts add up to the time in which any kernel ran.
@@ -231,6 +232,7 @@ def kernel_breakdown(run: Callable[[], object], steps: int) -> dict:
     return {
         "us": dict(sorted(parts.items(), key=lambda item: -item[1])),
         "kernels": sum(count for _, count in total.values()),
+        "to_host": sum(count for name, (_, count) in total.items() if name.startswith("Memcpy DtoH")),
         "top": [(name[:90], round(us, 1), round(count)) for name, (us, count) in top],
     }
 
