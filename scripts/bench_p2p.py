@@ -33,7 +33,7 @@ from epmoe.ops.p2p_combine import combine_put
 from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, Layout
 from epmoe.ops.p2p_plan import combine_plan
-from epmoe.ops.p2p_ranks import PutOptions, Ranks, peer_order, virtual_ranks
+from epmoe.ops.p2p_ranks import Outgoing, PutOptions, Ranks, peer_order, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, RECORD, Place, read_failure, wait_signals
 from epmoe.ops.wire import to_wire, wire_bytes
 
@@ -95,7 +95,8 @@ def _virtual_case(args, layout: Layout, buffers, ranks: Ranks, T: int, rate: flo
     hit_TW = torch.zeros(W * T, W, device="cuda").scatter_(1, slot.long() // SLOTS, 1)
     all_ranks, alone = PutOptions(args.programs), PutOptions(args.alone)
     first = Ranks(ranks.table_W, ranks.order_VW[:1].contiguous(), 0, 1)
-    dispatch_put(ranks, layout, x, slot, weight, T, SLOTS, all_ranks)
+    everybody, mine = Outgoing(x, slot, weight, T, SLOTS), Outgoing(x[:T], slot[:T], weight[:T], T, SLOTS)
+    dispatch_put(ranks, layout, everybody, all_ranks)
     pos, weights = [], None
     for buffer in buffers:
         pos.append(build_index(layout.view(buffer, "slot", torch.int32, W * T, K), SLOTS).pos_RK)
@@ -107,11 +108,11 @@ def _virtual_case(args, layout: Layout, buffers, ranks: Ranks, T: int, rate: flo
     out = torch.randn(W * max(pairs_V), layout.hidden, device="cuda", dtype=layout.dtype)
     rows, pairs = int(hit_TW.sum()), W * T * K
     rows0, back0 = int(hit_TW[:T].sum()), int(hit_TW[:, 0].sum()) if layout.reduce else pairs_V[0]
-    copies, out0, mine = max(2, min(10, 4096 // T)), out[: max(pairs_V)], (x[:T], slot[:T], weight[:T])
+    copies, out0 = max(2, min(10, 4096 // T)), out[: max(pairs_V)]
     calls = (
-        ("dispatch", alone, T, rows0, lambda: dispatch_put(first, layout, *mine, T, SLOTS, alone)),
+        ("dispatch", alone, T, rows0, lambda: dispatch_put(first, layout, mine, alone)),
         ("combine", alone, pairs_V[0], back0, lambda: combine_put(first, layout, out0, plan0, T, alone)),
-        ("dispatch", all_ranks, W * T, rows, lambda: dispatch_put(ranks, layout, x, slot, weight, T, SLOTS, all_ranks)),
+        ("dispatch", all_ranks, W * T, rows, lambda: dispatch_put(ranks, layout, everybody, all_ranks)),
         (
             "combine", all_ranks, pairs, rows if layout.reduce else pairs,
             lambda: combine_put(ranks, layout, out, plan, T, all_ranks),
@@ -224,10 +225,10 @@ def _real_calls(args, layout: Layout, memory, ranks: Ranks, host, x) -> list[tup
     weight = torch.ones(T, 1, device=device)
 
     def wait(direction: int) -> None:
-        wait_signals(ranks.table_W, host, layout, direction, T, Place(0, 5.0), (ranks.first, 1))
+        wait_signals(ranks, host, layout, direction, T, Place(0, 5.0))
 
     def dispatch(options: PutOptions) -> None:
-        dispatch_put(ranks, layout, x, slot, weight, T, 1, options)
+        dispatch_put(ranks, layout, Outgoing(x, slot, weight, T, 1), options)
         wait(DISPATCH)
 
     dispatch(PutOptions())
@@ -241,7 +242,7 @@ def _real_calls(args, layout: Layout, memory, ranks: Ranks, host, x) -> list[tup
     narrow = replace(layout, sent_bytes=wire_bytes(layout.hidden))  # same places for all but the rows
 
     def in_8_bits(options: PutOptions) -> None:
-        dispatch_put(ranks, narrow, to_wire(x), slot, weight, T, 1, options)
+        dispatch_put(ranks, narrow, Outgoing(to_wire(x), slot, weight, T, 1), options)
         wait(DISPATCH)
 
     calls = [("peer copy", lambda: target.copy_(x))]

@@ -13,7 +13,7 @@ from epmoe.ops.p2p_combine import combine_put
 from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, STATE, STEP, Layout
 from epmoe.ops.p2p_plan import combine_plan
-from epmoe.ops.p2p_ranks import PutOptions, virtual_ranks
+from epmoe.ops.p2p_ranks import Outgoing, PutOptions, virtual_ranks
 from epmoe.ops.p2p_signal import HOST_WORDS, Place, read_failure, wait_signals
 
 
@@ -92,15 +92,19 @@ class VirtualExchange:
         for buffer in self.buffers:
             self.layout.view(buffer, "state", torch.int64, STATE)[STEP] = step
 
+    def dispatch(self, x, slot, weight, bound: int | None = None) -> torch.Tensor:
+        sent = Outgoing(x, slot, weight, bound or self.case.bound, self.case.slots)
+        return dispatch_put(self.ranks, self.layout, sent, self.options)
+
     def wait(self, direction: int) -> torch.Tensor:
-        return wait_signals(self.ranks.table_W, self.host, self.layout, direction, self.case.bound, self.place)
+        return wait_signals(self.ranks, self.host, self.layout, direction, self.case.bound, self.place)
 
     def failure(self):
         return read_failure(int(self.host[1]))
 
     def round(self, x, slot, weight, add=None) -> torch.Tensor:
         case, layout = self.case, self.layout
-        index = dispatch_put(self.ranks, layout, x, slot, weight, case.bound, case.slots, self.options)
+        index = self.dispatch(x, slot, weight)
         self.wait(DISPATCH)
         outs, positions, weights = [], [], []
         rows_cap = case.world * case.bound

@@ -28,7 +28,7 @@ from epmoe.ops.p2p_copy import Packed, Sizes, pack_rows, send_signal
 from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import COMBINE, DISPATCH, HEADER, Layout
 from epmoe.ops.p2p_plan import CombinePlan, combine_plan
-from epmoe.ops.p2p_ranks import PutOptions, Ranks
+from epmoe.ops.p2p_ranks import Outgoing, PutOptions, Ranks
 from epmoe.ops.p2p_signal import Place, wait_signals
 from epmoe.ops.wire import from_wire, to_wire
 
@@ -56,16 +56,16 @@ class Device:
 
     def wait(self, lane: int, direction: int, bound: int) -> torch.Tensor:
         """Wait, on the device, for all ranks' signals; int32 ``[W]`` rows that each sent."""
-        table_W = self.lanes[lane].ranks.table_W
         place = Place(self.comm.at.layer, self.limit_s)
-        return wait_signals(table_W, self.host, self.layout, direction, bound, place, (self.comm.rank, 1))[0]
+        return wait_signals(self.lanes[lane].ranks, self.host, self.layout, direction, bound, place)[0]
 
     def view(self, lane: int, region: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return self.layout.view(self.lanes[lane].buffer, region, dtype, *shape)
 
-    def as_sent(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def outgoing(self, x_TD, slot_TK, weight_TK, bound: int) -> Outgoing:
         """Rows as they travel: in the model dtype, or rounded to bytes of 8-bit values and scales."""
-        return x_TD if self.shape.wire == "model" else to_wire(x_TD)
+        rows_TD = x_TD if self.shape.wire == "model" else to_wire(x_TD)
+        return Outgoing(rows_TD, slot_TK, weight_TK, bound, self.shape.slots_per_rank)
 
     def arrived(self, lane: int, bound: int, num_slots: int) -> tuple[torch.Tensor, MoEIndex, torch.Tensor | None]:
         """Rows received, their index by local slot and, in reduce mode, their weights."""
@@ -126,11 +126,10 @@ class Put:
     side: torch.cuda.Stream | None
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> PutSending:
-        device, slots = self.device, self.device.shape.slots_per_rank
-        ranks = device.lanes[lane].ranks
-        rows_TD = device.as_sent(x_TD)
-        index_TJ = dispatch_put(ranks, device.layout, rows_TD, slot_TK, weight_TK, bound, slots, self.options)
-        return PutSending(self, lane, bound, rows_TD, weight_TK, index_TJ)
+        device = self.device
+        sent = device.outgoing(x_TD, slot_TK, weight_TK, bound)
+        index_TJ = dispatch_put(device.lanes[lane].ranks, device.layout, sent, self.options)
+        return PutSending(self, lane, bound, sent.x_TD, weight_TK, index_TJ)
 
     def dispatch_send(self, sending: PutSending) -> PutSending:
         return sending
@@ -203,9 +202,9 @@ class Copy:
     device: Device
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int, bound: int) -> CopySending:
-        device, layout = self.device, self.device.layout
-        ranks, slots = device.lanes[lane].ranks, device.shape.slots_per_rank
-        packed = pack_rows(ranks, layout, device.as_sent(x_TD), slot_TK, weight_TK, bound, slots)
+        device = self.device
+        sent = device.outgoing(x_TD, slot_TK, weight_TK, bound)
+        packed = pack_rows(device.lanes[lane].ranks, device.layout, sent)
         return CopySending(self, lane, bound, packed, weight_TK)
 
     def dispatch_send(self, sending: CopySending) -> CopySending:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 from epmoe.ops.p2p_layout import HEADER, Layout
-from epmoe.ops.p2p_ranks import MAX_BLOCK, Ranks
+from epmoe.ops.p2p_ranks import MAX_BLOCK, Outgoing, Ranks
 from epmoe.ops.p2p_signal import finish_send
 
 SIGNAL = tl.constexpr(HEADER)
@@ -121,18 +121,11 @@ def _signal_kernel(
     finish_send(table_ptr, me, state_at, sent_at, signal_at, direction, tokens, bound, W, W2, 1)
 
 
-def pack_rows(
-    ranks: Ranks,
-    layout: Layout,
-    x_TD: torch.Tensor,
-    slot_TK: torch.Tensor,
-    weight_TK: torch.Tensor,
-    bound: int,
-    slots_per_rank: int,
-) -> Packed:
-    """See the module's docstring; arguments as `dispatch_put`'s, of one rank.  Signals ``HEADER``."""
-    T, world, device = x_TD.shape[0], layout.world, x_TD.device
-    rank_TK = torch.div(slot_TK, slots_per_rank, rounding_mode="floor")
+def pack_rows(ranks: Ranks, layout: Layout, sent: Outgoing) -> Packed:
+    """See the module's docstring; tokens of one rank.  Signals ``HEADER``."""
+    x_TD, bound, world, device = sent.x_TD, sent.bound, layout.world, sent.x_TD.device
+    T = len(x_TD)
+    rank_TK = torch.div(sent.slot_TK, sent.slots_per_rank, rounding_mode="floor")
     chosen_TKW = rank_TK[..., None] == torch.arange(world, device=device)
     hit_TW = chosen_TKW.any(1)
     at_TW = hit_TW.cumsum(0, dtype=torch.int32)
@@ -145,9 +138,7 @@ def pack_rows(
     block = min(triton.next_power_of_2(words), MAX_BLOCK)
     _pack_kernel[(bound,)](
         ranks.table_W,
-        x_TD.contiguous().view(-1).view(torch.int32),
-        slot_TK.contiguous(),
-        weight_TK.contiguous(),
+        *sent.for_kernels,
         hit_TW.view(torch.uint8),
         at_TW,
         counts_4W,
@@ -155,7 +146,7 @@ def pack_rows(
         ranks.first,
         T,
         bound,
-        slots_per_rank,
+        sent.slots_per_rank,
         layout.at("slot"),
         layout.at("token"),
         layout.at("weight"),

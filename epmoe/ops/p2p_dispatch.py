@@ -13,7 +13,7 @@ import triton.language as tl
 
 from epmoe.ops.launch import pdl_options, wait_for_inputs
 from epmoe.ops.p2p_layout import Layout
-from epmoe.ops.p2p_ranks import USUAL, PutOptions, Ranks, tile
+from epmoe.ops.p2p_ranks import USUAL, Outgoing, PutOptions, Ranks, tile
 from epmoe.ops.p2p_signal import finish_send
 
 
@@ -140,42 +140,25 @@ def _dispatch_kernel(
     finish_send(table_ptr, me, state_at, sent_at, signal_at, 0, T, bound, W, W2, C)
 
 
-def dispatch_put(
-    ranks: Ranks,
-    layout: Layout,
-    x_TD: torch.Tensor,
-    slot_TK: torch.Tensor,
-    weight_TK: torch.Tensor,
-    bound: int,
-    slots_per_rank: int,
-    options: PutOptions = USUAL,
-) -> torch.Tensor:
-    """Send ``x_TD`` to the ranks of ``slot_TK`` and signal all ranks; returns home's index of the answer.
-
-    Args:
-        x_TD: rows as they are sent, ``[V * T, D]`` in the model dtype or ``[V * T, sent_bytes]`` uint8.
-        slot_TK: int32 global slots or -1.
-        weight_TK: float32; travels in reduce mode.
-        bound: positions written at each rank, >= T, the same on all ranks.
+def dispatch_put(ranks: Ranks, layout: Layout, sent: Outgoing, options: PutOptions = USUAL) -> torch.Tensor:
+    """Send rows to the ranks of their slots and signal all ranks; returns home's index of the answer.
 
     Returns:
         int32 ``[V * T, J]``: row of home's ``returned`` region for each choice (exact) or rank (reduce), -1 = none.
     """
-    rows = x_TD.shape[0]
-    index_TJ = torch.empty((rows, layout.answers), dtype=torch.int32, device=x_TD.device)
+    x_TD = sent.x_TD
+    index_TJ = torch.empty((len(x_TD), layout.answers), dtype=torch.int32, device=x_TD.device)
     words = layout.sent_bytes // 4
     block, warps, unroll = tile(words, options)
     _dispatch_kernel[(ranks.number * options.programs,)](
         ranks.table_W,
         ranks.order_VW,
-        x_TD.contiguous().view(-1).view(torch.int32),  # without rows the last stride may be anything
-        slot_TK.contiguous(),
-        weight_TK.contiguous(),
+        *sent.for_kernels,
         index_TJ,
         ranks.first,
-        rows // ranks.number,
-        bound,
-        slots_per_rank,
+        len(x_TD) // ranks.number,
+        sent.bound,
+        sent.slots_per_rank,
         *layout.for_signals,
         layout.at("slot"),
         layout.at("token"),

@@ -42,6 +42,30 @@ class Ranks:
     number: int
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """Tokens on their way to the experts.
+
+    Attributes:
+        x_TD: rows as they are sent, ``[V * T, D]`` in the model dtype or ``[V * T, sent_bytes]`` uint8.
+        slot_TK: int32 global slots or -1; a rank has ``slots_per_rank`` of them.
+        weight_TK: float32; travels in reduce mode.
+        bound: positions written at each rank, >= T, the same on all ranks.
+    """
+
+    x_TD: torch.Tensor
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    bound: int
+    slots_per_rank: int
+
+    @property
+    def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows in 4-byte words, slots and weights, dense; without rows the last stride may be anything."""
+        words = self.x_TD.contiguous().view(-1).view(torch.int32)
+        return words, self.slot_TK.contiguous(), self.weight_TK.contiguous()
+
+
 def peer_order(world: int, first: int, number: int) -> torch.Tensor:
     """int32 ``[number, W]``: each launched rank visits its peers from its right neighbour on, itself last."""
     rank_V1 = torch.arange(first, first + number, dtype=torch.int32)[:, None]

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epmoe.ops.launch import pdl_options
 from epmoe.ops.p2p_layout import DISPATCH, DONE, FAILED, POSITIONS, SENT, STEP, TOKENS, WAITED, Layout
+from epmoe.ops.p2p_ranks import Ranks
 
 ABORT, RECORD, HOST_WORDS = 0, 1, 8
 STAGES = ("dispatch", "combine", "counts")
@@ -198,33 +199,25 @@ class Place:
 
 
 def wait_signals(
-    table_W: torch.Tensor,
-    host: torch.Tensor,
-    layout: Layout,
-    direction: int,
-    bound: int,
-    place: Place,
-    ranks: tuple[int, int] | None = None,
+    ranks: Ranks, host: torch.Tensor, layout: Layout, direction: int, bound: int, place: Place
 ) -> torch.Tensor:
-    """Launch the wait for all ranks' signals of ``direction``.
+    """Launch the wait for all ranks' signals of ``direction``, as each of ``ranks``.
 
     Args:
-        table_W: int64 base addresses of all ranks' buffers, on the device.
         host: int64 ``[HOST_WORDS]`` in pinned memory: the abort word and the record.
         bound: what every rank must have agreed on.
-        ranks: (first, number) of the ranks that this launch waits for as; one process is one rank, benches are all.
 
     Returns:
         int32 ``[number, W]``: rows that each rank sent.
     """
-    first, number = ranks or (0, layout.world)
-    count_VW = torch.empty((number, layout.world), dtype=torch.int32, device=table_W.device)
+    table_W = ranks.table_W
+    count_VW = torch.empty((ranks.number, layout.world), dtype=torch.int32, device=table_W.device)
     interpreted = not table_W.is_cuda
-    _wait_kernel[(number,)](
+    _wait_kernel[(ranks.number,)](
         table_W,
         host,
         count_VW,
-        first,
+        ranks.first,
         layout.at("state"),
         layout.at("signal"),
         direction,

@@ -5,7 +5,6 @@ import torch
 from p2p_cases import Case, VirtualExchange, inputs, reference
 from triton import knobs
 
-from epmoe.ops.p2p_dispatch import dispatch_put
 from epmoe.ops.p2p_layout import DISPATCH
 from epmoe.ops.p2p_ranks import PutOptions
 
@@ -57,7 +56,7 @@ def test_the_peer_that_is_late_is_the_one_named():
     case = Case(3, 2, 2, 2, 16, 2, torch.float32, False)
     exchange = VirtualExchange(case)
     x, slot, weight = inputs(case, 0)
-    dispatch_put(exchange.ranks, exchange.layout, x, slot, weight, case.bound, case.slots, exchange.options)
+    exchange.dispatch(x, slot, weight)
     for buffer in exchange.buffers:
         exchange.layout.view(buffer, "signal", torch.int64, 3, case.world)[0, 2] = 0
     exchange.wait(DISPATCH)
@@ -75,7 +74,7 @@ def test_ranks_that_disagree_about_the_bound_are_named():
     case = CASES[1]
     exchange = VirtualExchange(case)
     x, slot, weight = inputs(case, 0)
-    dispatch_put(exchange.ranks, exchange.layout, x, slot, weight, case.bound - 1, case.slots, exchange.options)
+    exchange.dispatch(x, slot, weight, case.bound - 1)
     exchange.wait(DISPATCH)
     assert "another size" in str(exchange.failure())
 
