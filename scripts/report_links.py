@@ -16,6 +16,7 @@ from placement.topology import Topology
 BLOCK = {"cpu": 4 << 20, "cuda": 128 << 20}
 SMALL = 4096
 REPEAT = 6
+ROUNDS, SMALL_ONES = {"cpu": 3, "cuda": 7}, {"cpu": 4, "cuda": 32}  # 8 ranks have 56 pairs
 
 
 def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dict:
@@ -33,7 +34,7 @@ def links(comm: Comm, save: Callable, seconds: float, topology_file: str) -> dic
         for target in range(comm.world):
             if source != target:
                 large = _pair_us(comm, memory, (source, target), BLOCK[comm.device.type])
-                small = _pair_us(comm, memory, (source, target), SMALL, repeat=32)
+                small = _pair_us(comm, memory, (source, target), SMALL, SMALL_ONES[comm.device.type])
                 latency[source, target] = small * 1e-6
                 bandwidth[source, target] = BLOCK[comm.device.type] / max(large - small, 1e-3) * 1e6
     found |= {"gb_per_s": (bandwidth / 1e9).round(2).tolist(), "latency_us": (latency * 1e6).round(2).tolist()}
@@ -72,7 +73,8 @@ def _pair_us(comm: Comm, memory: PeerMemory | None, pair: tuple[int, int], size:
             send()
 
     in_a_row()
-    return float(np.min(slowest(comm, np.array([timed(comm, (in_a_row,)) for _ in range(7)])))) / repeat
+    times = [timed(comm, (in_a_row,)) for _ in range(ROUNDS[comm.device.type])]
+    return float(np.min(slowest(comm, np.array(times)))) / repeat
 
 
 def _copy(comm: Comm, memory: PeerMemory, source: int, target: int, size: int) -> Callable[[], object]:
