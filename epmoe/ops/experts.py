@@ -6,6 +6,7 @@ both are contiguous along the reduction, and a tile of 128 rows of ``gate_up`` h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,11 @@ class ExpertOptions:
         if self.tuned is None or self.deterministic:
             return None
         return self.tuned.choice(rows_RD, pairs, weights)
+
+    def tiles(self, rows_RD: torch.Tensor, pairs: int, weights: ExpertWeights, heuristic: Callable) -> Choice:
+        """Tuned tiles or the heuristic's (`choose` or its like) for at most ``pairs`` pairs."""
+        expected = min(self.likely or pairs, pairs)
+        return self.measured(rows_RD, expected, weights) or heuristic(rows_RD, expected, weights, self.deterministic)
 
     def __post_init__(self):
         if self.act not in ACTIVATIONS:
@@ -170,9 +176,7 @@ def expert_mlp_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    expected = min(options.likely or pairs, pairs)
-    choice = choice or options.measured(rows_RD, expected, weights)
-    choice = choice or choose(rows_RD, expected, weights, options.deterministic)
+    choice = choice or options.tiles(rows_RD, pairs, weights, choose)
     if choice.vector:
         act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
         return vector_down(act_MF, index, weights, None, choice.vector[1])
@@ -202,8 +206,7 @@ def expert_sum(
     they are added.
     """
     if rows_RD.is_cuda and rows_RD.shape[0] == 1 and not options.deterministic:
-        pairs = index.row_M.numel()
-        choice = choice or options.measured(rows_RD, pairs, weights) or choose(rows_RD, pairs, weights)
+        choice = choice or options.tiles(rows_RD, index.row_M.numel(), weights, choose)
         if choice.vector:
             act_MF = vector_gate_up(rows_RD, index, weights, options.act, choice.vector[0])
             return vector_down(act_MF, index, weights, weight_RK, choice.vector[1])
@@ -221,8 +224,7 @@ def expert_sum_of_one(
 ) -> torch.Tensor:
     """`expert_sum` of a single row on CUDA, from the slots of its choices (int32, -1 is none): no index is built."""
     pairs = slot_1K.shape[1]
-    choice = options.measured(x_1D, pairs, weights) or choose(x_1D, pairs, weights)
-    tiles = choice.vector or choose(x_1D, pairs, weights).vector
+    tiles = options.tiles(x_1D, pairs, weights, choose).vector or choose(x_1D, pairs, weights).vector
     index = choices_of_one(slot_1K)
     act_KF = vector_gate_up(x_1D, index, weights, options.act, tiles[0])
     return vector_down(act_KF, index, weights, weight_1K, tiles[1])

@@ -279,9 +279,7 @@ def expert_mlp_fp8_triton(
     pairs = index.row_M.numel()
     if not pairs:
         return torch.empty_like(rows_RD[:0])
-    expected = min(options.likely or pairs, pairs)
-    choice = choice or options.measured(rows_RD, expected, weights)
-    choice = choice or choose_fp8(rows_RD, expected, weights, options.deterministic)
+    choice = choice or options.tiles(rows_RD, pairs, weights, choose_fp8)
     index = with_block_rows(index, choice.rows)
     act = gate_up_fp8_triton(rows_RD.contiguous(), index, weights, choice.gate_up, options.act, options.num_sms)
     return down_fp8_triton(act, index, weights, choice.down, options.num_sms, rows_RD.dtype)
