@@ -16,6 +16,8 @@ from pathlib import Path
 import msgpack
 import zmq
 
+from placement.errors import UserError
+
 LONGEST_IPC_PATH = 100  # bytes; the kernel's limit is 107
 
 
@@ -41,8 +43,13 @@ class Front:
             targets = [f"ipc://{run_dir}/{name}" for name in names]
         else:
             targets = [f"tcp://{interface or '127.0.0.1'}:*"] * 2
-        self._requests.bind(targets[0])
-        self._outputs.bind(targets[1])
+        try:
+            self._requests.bind(targets[0])
+            self._outputs.bind(targets[1])
+        except zmq.ZMQError as error:
+            self.close()
+            rule = "rank 0 runs on the machine of --master-addr" if interface else "set TMPDIR to another folder"
+            raise UserError(f"cannot listen on {targets[0]}: {error.strerror}; {rule}") from None
         self.addresses = Addresses(*(s.last_endpoint.decode().rstrip("\0") for s in (self._requests, self._outputs)))
 
     def send(self, message: dict) -> None:

@@ -29,11 +29,15 @@ from launch.signals import SIGNALS
 from placement.errors import UserError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from epmoe.config import EngineConfig
     from launch.front import Addresses
 
 DRAIN_S = 8.0  # from SIGTERM to the end of a rank; torchrun itself waits longer
-AGENT_POLL_S = 0.5
+POLL_S = 0.5
+MEET_S = 300.0  # for rank 0, or torchrun, to answer at the master address
+SILENT_S = 10.0  # of it, before a rank says what it waits for
 JOIN_S = 3600.0  # for the front's word: it may solve a placement first
 
 
@@ -41,17 +45,11 @@ def run_rank(torchrun: Torchrun, argv: list[str]) -> int:
     """Be rank ``torchrun.rank`` of the command ``argv``; the exit code."""
     if torchrun.error_file:  # an agent is there
         threading.Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
+    store = _meet(torchrun)
     front, word = _start_front(torchrun, argv) if torchrun.rank == 0 else (None, None)
     started = threading.Event()
     _drain_on_signals(front, started)
-    line = None if front is None else _front_word(front, word)
-    try:
-        word = json.loads(_share(torchrun, line))
-    except BaseException:
-        if front is not None:  # it would report that this rank is gone, over the reason why
-            front.kill()
-            shutil.rmtree(json.loads(line)["run_dir"], ignore_errors=True)
-        raise
+    word = json.loads(_share(torchrun, store, None if front is None else _front_word(front, word)))
     started.set()
     run_dir = word["run_dir"] if torchrun.rank == torchrun.local_rank else torchrun.log_dir
 
@@ -99,26 +97,72 @@ def _front_word(front: subprocess.Popen, word: int) -> str:
     return line
 
 
-def _share(torchrun: Torchrun, line: str | None) -> str:
-    """Rank 0's line, on every rank, through the store that torchrun keeps for the job."""
+def _meet(torchrun: Torchrun) -> TCPStore:
+    """The job's store: torchrun's own, or else one that rank 0 opens here, before its front takes its time."""
     from torch.distributed import DistNetworkError, TCPStore
 
+    opens = not torchrun.agent_store and torchrun.rank == 0
+    if opens:
+        _require_own(torchrun.master_addr)
+    else:
+        _wait_for(torchrun.master_addr, torchrun.master_port)
     try:
         store = TCPStore(
             torchrun.master_addr,
             torchrun.master_port,
-            is_master=not torchrun.agent_store and torchrun.rank == 0,
-            timeout=timedelta(seconds=JOIN_S),
+            is_master=opens,
+            timeout=timedelta(seconds=MEET_S),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except DistNetworkError as error:
         where = f"{torchrun.master_addr}:{torchrun.master_port}"
         raise UserError(f"cannot meet the other ranks at {where}: {error}; give another --master-port") from None
+    store.set_timeout(timedelta(seconds=JOIN_S))
+    return store
+
+
+def _wait_for(address: str, port: int) -> None:
+    """Until somebody answers there (torch would log every try); ``UserError`` when nobody does."""
+    started, silent = time.monotonic(), True
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=SILENT_S).close()
+            return
+        except OSError as error:
+            waited, reason = time.monotonic() - started, error.strerror or "no answer"
+        if waited > MEET_S:
+            raise UserError(
+                f"nobody answers at {address}:{port} after {MEET_S:g} s ({reason}); rank 0 is to run there:"
+                " check MASTER_ADDR and MASTER_PORT (torchrun --master-addr, --master-port)"
+            )
+        if silent and waited > SILENT_S:
+            silent = False
+            print(f"epmoe: waiting for rank 0 at {address}:{port} ({reason})", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+
+
+def _require_own(address: str) -> None:
+    """``UserError`` unless this machine can listen there, as the store and the front's sockets will."""
+    try:
+        socket.create_server((address, 0)).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at the master address {address} ({error.strerror}); rank 0 is to run there: fix MASTER_ADDR"
+        ) from None
+
+
+def _share(torchrun: Torchrun, store: TCPStore, line: str | None) -> str:
+    """Rank 0's line, on every rank."""
+    from torch.distributed import DistNetworkError
+
     key = f"epmoe/front/{torchrun.restart}"
     if line is not None:
         store.set(key, line)
-    return store.get(key).decode()
+    try:
+        return store.get(key).decode()
+    except DistNetworkError:
+        raise RankFailure(0, "ended before the run began; its own last line says why") from None
 
 
 def _end_with_front(front: subprocess.Popen, run_dir: str) -> None:
@@ -131,7 +175,7 @@ def _end_with_front(front: subprocess.Popen, run_dir: str) -> None:
 def _end_with_agent(agent: int) -> None:
     """A torchrun that was killed ends its ranks, and the end of rank 0 the front."""
     while os.getppid() == agent:
-        time.sleep(AGENT_POLL_S)
+        time.sleep(POLL_S)
     os._exit(1)
 
 
