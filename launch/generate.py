@@ -41,9 +41,7 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
     """The front's work, whoever starts the ranks; the exit code."""
     prompts = _prompts(args)
     params = shared.sampling_params(args)
-    for path in (args.json, args.record_trace, args.timeline):
-        if path is not None:
-            require_writable(path)
+    require_writable(args.json, args.record_trace, args.timeline)
     starting = starting or spawned(shared.rank_count(args))
     engine, model = shared.engine_config(args, starting)
     plan, trace = choose_plan(args.placement, args.trace, model.moe_shape, starting.world)

@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 
 from placement.errors import UserError
-from placement.textfiles import write_whole
+from placement.textfiles import require_distinct, write_whole
 
 KEYS = ("prompt", "prompt_token_ids")
 
@@ -101,8 +101,15 @@ def cannot_write(path: str | Path, error: OSError) -> str:
     return f"cannot write {path}: {error.strerror or error}; give a path with room and run again"
 
 
-def require_writable(path: str) -> None:
-    """Raise ``UserError`` before the work is done rather than after it."""
+def require_writable(*paths: str | None) -> None:
+    """Raise ``UserError`` before the work is done rather than after it. ``None`` is an output nobody asked for."""
+    given = [path for path in paths if path is not None]
+    for path in given:
+        _require_writable(path)
+    require_distinct(map(Path, given))
+
+
+def _require_writable(path: str) -> None:
     folder = Path(path).resolve().parent
     if not path or not folder.is_dir() or Path(path).is_dir():
         raise UserError(

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -65,6 +65,16 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def require_distinct(outputs: Iterable[Path]) -> None:
+    """``UserError`` if two outputs of one run would replace each other."""
+    seen = set()
+    for path in outputs:
+        target = os.path.realpath(path)
+        if target in seen and (os.path.isfile(target) or not os.path.exists(target)):  # a device takes any number
+            raise UserError(f"two outputs go to {path}; give each a file of its own")
+        seen.add(target)
 
 
 def _umask() -> int:

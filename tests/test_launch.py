@@ -360,7 +360,9 @@ def test_half_a_surrogate_pair_is_refused(model):
 
 def test_a_path_that_may_not_be_written_is_refused_before_the_run(tmp_path, monkeypatch):
     (tmp_path / "r.json").write_text("kept")
-    require_writable(str(tmp_path / "r.json"))
+    require_writable(str(tmp_path / "r.json"), None, "/dev/null", "/dev/null")
+    with pytest.raises(UserError, match="two outputs"):
+        require_writable(str(tmp_path / "r.json"), str(tmp_path / ".." / tmp_path.name / "r.json"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     for path in (tmp_path / "r.json", tmp_path / "new.json"):
         with pytest.raises(UserError, match="permission"):

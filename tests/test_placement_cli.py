@@ -35,6 +35,7 @@ def files(tmp_path_factory):
     trace.save(folder / "t.npz")
     make_trace(1).save(folder / "u.npz")
     linear_plan(trace.shape, GPUS).save(folder / "linear.json")
+    replace(linear_plan(trace.shape, GPUS), affinity="lost.npz").save(folder / "lost.json")
     Calibration(step_tokens=256).save(folder / "calibration.json")
     two_level(2, 2, speed=[1, 1, 2, 2]).save(folder / "topology.json")
     config = {"num_hidden_layers": L + 1, "first_k_dense_replace": 1, "num_experts": E, "num_experts_per_tok": K}
@@ -317,6 +318,8 @@ MISTAKES = [
     ("solve --trace load.csv --gpus 4 --method lpt", "--top-k"),
     ("solve --trace load.csv --top-k 2 --gpus 4 --method joint --objective locality", "trace"),
     ("solve --trace t.npz --gpus 4 --method linear --calibration linear.json", "epmoe-calibration/1"),
+    ("solve --trace t.npz --gpus 4 --method linear -o -", "name a file"),
+    ("solve --trace t.npz --gpus 4 --method linear -o x.json --json x.json", "two outputs go to x.json"),
     ("compare --trace t.npz --gpus 4 --holdout 0", "--holdout"),
     ("compare --trace t.npz --gpus 4 --holdout 0.001", "leaves one side empty"),
     ("solve --trace load.csv --top-k 2 --gpus 4 --method domains", "more than one trace"),
@@ -343,6 +346,7 @@ MISTAKES = [
     ("convert linear.json --to sglang --model-layers 2 -o x.json", "model-layers"),
     ("validate bad.json", "bad.json"),
     ("validate linear.json --gpus 8", "8"),
+    ("validate lost.json", "cannot read affinity file"),
     ("validate linear.json --trace other.npz", "moe_layers"),
     ("validate linear.json --model topology.json", "topology.json"),
     ("inspect", "FILE"),

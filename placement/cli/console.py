@@ -12,7 +12,7 @@ from pathlib import Path
 
 from placement.errors import UserError
 from placement.solution import Progress
-from placement.textfiles import write_whole
+from placement.textfiles import require_distinct, write_whole
 
 _QUIET_SECONDS = 5.0  # between progress lines where stderr is no terminal
 
@@ -71,7 +71,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 def require_writable(*paths: str | None) -> None:
     """Refuse an output that cannot be written before hours are spent on what goes into it."""
-    for path in (Path(p) for p in paths if p is not None and p != "-"):
+    files = [Path(p) for p in paths if p is not None and p != "-"]
+    for path in files:
         parent = path.parent
         try:
             path.exists()
@@ -83,6 +84,7 @@ def require_writable(*paths: str | None) -> None:
             raise UserError(f"cannot write {path}: there is no folder {parent}; make it first")
         if not os.access(path if path.exists() else parent, os.W_OK):
             raise UserError(f"cannot write {path}: no permission; give another path")
+    require_distinct(files)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("input", metavar="FILE", help="a recording (with --to trace) or a plan")
     parser.add_argument("--to", required=True, choices=("trace", *formats.PLAN_FORMATS), help="what to write")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE")
+    parser.add_argument("-o", "--output", type=inputs.file_name, required=True, metavar="FILE")
     parser.add_argument("--gpus", type=inputs.positive_int, metavar="W", help="ranks, where the plan lists only slots")
     parser.add_argument(
         "--model-layers", type=inputs.positive_int, metavar="N", help="all layers of the model, dense ones too (sglang)"

@@ -134,6 +134,12 @@ def picture(text: str) -> str:
     return text
 
 
+def file_name(text: str) -> str:
+    if text == "-":
+        raise argparse.ArgumentTypeError("'-' is standard output, which --json can have; name a file")
+    return text
+
+
 def numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from placement import formats, readers
 from placement.checks import check_trace
 from placement.cli import inputs
 from placement.cli.console import note, print_table, require_writable, write_json
 from placement.errors import UserError
+from placement.homes import Affinity
 from placement.model_shape import shape_like
 from placement.plan import Plan
 
-HELP = "check a plan (every expert placed, replicas on distinct GPUs), and that it fits a model or trace"
+HELP = "check a plan (experts placed, replicas on distinct GPUs, affinity file), and that it fits a model or trace"
 EXAMPLES = """\
 examples:
   epmoe-placement validate plan.json
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     plan = formats.read_plan(args.plan, shapes[0][1] if shapes else None, args.gpus)
     for source, shape in shapes:
         shape.require_same(plan.shape, source, args.plan)
+    if plan.affinity is not None:
+        Affinity.load(Path(args.plan).parent / plan.affinity).require_fits(plan)
     for finding in check_trace(trace) if trace is not None else []:
         if finding.severity == "error":
             raise UserError(finding.message)
