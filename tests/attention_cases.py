@@ -39,14 +39,21 @@ class Cache:
         order = torch.randperm(sum(counts) + 3, generator=make).tolist()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
         self.cache = torch.full((2, KVH, sum(counts) + 3, block_size, d), NAN, dtype=dtype, device=device)
+        self.written = [0] * len(lens)  # tokens whose keys and values are there
         self.q, self.k, self.v = (
             [torch.randn(length, n, d, generator=make).to(device, dtype) for length in lens] for n in (H, KVH, KVH)
         )
 
     def write(self, n: int, stop: int) -> None:
         """Keys and values of the first ``stop`` tokens of sequence n."""
-        slots = [self.blocks[n][p // self.block_size] * self.block_size + p % self.block_size for p in range(stop)]
-        write_kv(self.cache, self.k[n][:stop], self.v[n][:stop], torch.tensor(slots, device=self.device))
+        start, self.written[n] = self.written[n], max(stop, self.written[n])
+        if start < stop:
+            write_kv(self.cache, self.k[n][start:stop], self.v[n][start:stop], self.slots(n, start, stop))
+
+    def slots(self, n: int, start: int, stop: int) -> torch.Tensor:
+        size = self.block_size
+        slots = [self.blocks[n][p // size] * size + p % size for p in range(start, stop)]
+        return torch.tensor(slots, device=self.device)
 
     def batch(self, spans: list[tuple[int, int, int]]) -> AttentionBatch:
         """Tokens ``a .. b`` of sequence n for each span; keys up to b are written."""
@@ -164,11 +171,16 @@ def check_latent(shape, dtype, device, tiled: bool, lens=LENS, block_size: int =
 
 def latent_cache(shape, dtype, device, lens, block_size: int) -> Cache:
     H, value_dim, rope = shape
-    cache = Cache(lens, (H, 1, value_dim + rope), dtype, device, block_size)
+    d = value_dim + rope
+    cache = Cache(lens, (H, 1, d), dtype, device, block_size)
     cache.v = [k[..., :value_dim] for k in cache.k]
-    cache.scale = 0.7 * (value_dim + rope) ** -0.5
+    cache.scale = 0.7 * d**-0.5
     cache.cache = cache.cache[:1].clone()
-    cache.write = lambda n, stop: write_latent(cache, n, stop)
+
+    def write(n: int, stop: int) -> None:
+        cache.cache[0, 0].view(-1, d).index_copy_(0, cache.slots(n, 0, stop), cache.k[n][:stop, 0])
+
+    cache.write = write
     return cache
 
 
@@ -189,9 +201,3 @@ def check_latent_decode(cache: Cache, value_dim: int, tiled: bool) -> None:
         out = latent_attention_triton(q, cache.cache, batch, cache.scale, value_dim, tiled)
         cache.require_right(out[: len(chosen)], spans)
         assert (out[len(chosen) :] == 0).all()
-
-
-def write_latent(cache: Cache, n: int, stop: int) -> None:
-    size = cache.block_size
-    for p in range(stop):
-        cache.cache[0, :, cache.blocks[n][p // size], p % size] = cache.k[n][p]

@@ -49,9 +49,10 @@ def test_latent(shape, block_size, tiled):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("shape", "dtype"), [((128, 512, 64), DTYPES[0]), ((70, 64, 16), DTYPES[1])], ids=str)
 def test_latent_decode_of_many_heads(shape, dtype, block_size):
-    """As two products, in parts; lengths around a tile of keys."""
-    cache = attention_cases.latent_cache(shape, dtype, "cuda", [1, 255, 256, 257, 1500, 3000], block_size)
-    attention_cases.check_latent_decode(cache, shape[1], False)
+    """As two products, in parts; lengths around a tile of keys; parts of few and of many sequences are added."""
+    for lens in ([1, 255, 256, 257, 1500, 3000], [1, 40, 255, 256, 257, 513, 600, 900, 1500, 3000]):
+        cache = attention_cases.latent_cache(shape, dtype, "cuda", lens, block_size)
+        attention_cases.check_latent_decode(cache, shape[1], False)
 
 
 @MODES

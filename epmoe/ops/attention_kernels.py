@@ -12,7 +12,7 @@ import triton.language as tl
 
 from epmoe.ops.attention_work import FIELDS, Tiling, Work
 from epmoe.ops.grouped_gemm import rows_descriptor
-from epmoe.ops.launch import has_hopper_features, pdl_options, start_next_and_wait
+from epmoe.ops.launch import has_hopper_features, pdl_options, sm_count, start_next_and_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -279,8 +279,10 @@ def merge_parts(out_THd: torch.Tensor, part: torch.Tensor, lse: torch.Tensor, wo
     """Add the parts of the tiles that have several."""
     _, kv_heads, rows, D = part.shape
     width = triton.next_power_of_2(D)
-    run = 8 if width <= 128 else 1
-    _merge_kernel[work.first_Y.shape[0], kv_heads, triton.cdiv(rows, run)](
+    tiles = work.first_Y.shape[0]
+    many = tiles * kv_heads * triton.cdiv(rows, 8) >= sm_count(out_THd.device) and not work.tiling.exact
+    run = 8 if width <= 128 or many else 1  # wide rows one by one where SMs would be left over
+    _merge_kernel[tiles, kv_heads, triton.cdiv(rows, run)](
         part,
         lse,
         out_THd,

@@ -4,7 +4,8 @@ One program that kept the sums of 128 heads x 512 columns would fill the registe
 nothing while it takes exponents.  So a first launch multiplies queries and keys, ``KEYS`` keys a program, and stores
 their softmax weights, relative to the peak of each row over those keys, with that peak and their total; a second one
 multiplies the weights of an item's keys by their values, ``COLUMNS`` columns a program.  Each is an ordinary product
-with large tiles.  Weights take ``rows * keys`` elements of memory.
+with large tiles; the second one's come by tensor descriptor where blocks of the cache are as long as a step.  Weights
+take ``rows * keys`` elements of memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts
+from epmoe.ops.attention_kernels import LOG2E, finish, merge_parts, takes_descriptor
 from epmoe.ops.attention_work import FIELDS, PRODUCT_KEYS, Work
+from epmoe.ops.grouped_gemm import rows_descriptor
 from epmoe.ops.launch import pdl_options, start_next_and_wait
 
 COLUMNS = 256
-STEP = 64
+STEP = 64  # keys
 
 
 @triton.jit(do_not_specialize=["sequence_stride", "block_stride", "most_keys"])
@@ -75,12 +77,60 @@ def _weights_kernel(
         tl.store(total_ptr + spot, tl.sum(weight, 1))
 
 
+@triton.jit
+def _add_values(
+    acc, peak, start, stop, table_ptr, block_stride, cache, weights, peaks_ptr, tile: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Add weights times values of keys ``start .. stop``; ``PARTIAL``: the last step is not whole, and what lies beyond
+    it may never have been written, and hold NaN.
+
+    Args:
+        cache: pointer to the cache, to this program's columns of it, its width, and where ``TMA`` the descriptor of its
+            rows and this program's first column.
+        weights: pointer to the tile's weights by row, and where ``TMA`` their descriptor and the tile's first row.
+        peaks_ptr: by row, of the tile's first keys.
+    """
+    ROWS: tl.constexpr = tile[0]
+    COLUMNS: tl.constexpr = tile[1]
+    KEYS: tl.constexpr = tile[2]
+    STEP: tl.constexpr = tile[3]
+    BLOCK_SIZE: tl.constexpr = tile[4]
+    D: tl.constexpr = tile[5]
+    TMA: tl.constexpr = tile[6] and not PARTIAL
+    cache_ptr, values, column = cache
+    weight_ptr, weight_rows, first_row = weights
+    d = column + tl.arange(0, COLUMNS)
+    ahead = 0
+    if TMA:
+        ahead = tl.load(table_ptr + start // BLOCK_SIZE * block_stride, mask=start < stop, other=0)
+    ahead_peak = tl.load(peaks_ptr + tl.minimum(start, tl.maximum(stop - 1, 0)) // KEYS * ROWS)
+    for first in range(start, stop, STEP):
+        key = first + tl.arange(0, STEP)
+        share = tl.exp2(ahead_peak - peak)
+        following = tl.minimum(first + STEP, stop - 1)  # its block's number and peaks come while this one is multiplied
+        ahead_peak = tl.load(peaks_ptr + following // KEYS * ROWS)
+        if TMA:
+            value = values.load([ahead * BLOCK_SIZE + first % BLOCK_SIZE, column])
+            ahead = tl.load(table_ptr + following // BLOCK_SIZE * block_stride)
+            weight = weight_rows.load([first_row, first])
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
+            source = cache_ptr + (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * D + d[None, :]
+            value = tl.load(source, mask=(key < stop)[:, None], other=0.0)
+            weight = tl.load(weight_ptr + key[None, :])
+        acc = tl.dot((weight * share[:, None]).to(value.dtype), value, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["sequence_stride", "block_stride", "part_rows", "most_keys"])
 def _values_kernel(
     weight_ptr,
+    weight_rows,
     peak_ptr,
     total_ptr,
     cache_ptr,
+    values,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -100,11 +150,12 @@ def _values_kernel(
     STEP: tl.constexpr,
     FIELDS: tl.constexpr,
     SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (item, COLUMNS columns of the values), the columns of an item side by side."""
     item = tl.program_id(0) // (VALUE // COLUMNS)
-    d = tl.program_id(0) % (VALUE // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) % (VALUE // COLUMNS) * COLUMNS
     about = item_ptr + item * FIELDS
     seq, token, rows = tl.load(about), tl.load(about + 1), tl.load(about + 3)
     start, stop, part, parts = tl.load(about + 5), tl.load(about + 6), tl.load(about + 7), tl.load(about + 8)
@@ -121,16 +172,17 @@ def _values_kernel(
             total = total * tl.exp2(peak - new_peak) + more
             peak = new_peak
         table = table_ptr + seq.to(tl.int64) * sequence_stride
-        weights = weight_ptr + ((item - part).to(tl.int64) * ROWS + row)[:, None] * most_keys
+        first_row = (item - part) * ROWS
+        cache = (cache_ptr, values, column)
+        weights = (weight_ptr + (first_row + row).to(tl.int64)[:, None] * most_keys, weight_rows, first_row)
+        shape: tl.constexpr = (ROWS, COLUMNS, KEYS, STEP, BLOCK_SIZE, D, TMA)
+        whole = start + (stop - start) // STEP * STEP
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(start, stop, STEP):
-            key = first + tl.arange(0, STEP)
-            block = tl.load(table + key // BLOCK_SIZE * block_stride, mask=key < stop, other=0)
-            source = cache_ptr + (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * D
-            value = tl.load(source + d[None, :], mask=(key < stop)[:, None], other=0.0)
-            share = tl.exp2(tl.load(peak_ptr + spot + first // KEYS * ROWS) - peak)
-            weight = tl.load(weights + key[None, :]) * share[:, None]
-            acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+        acc = _add_values(
+            acc, peak, start, whole, table, block_stride, cache, weights, peak_ptr + spot, shape, False
+        )  # fmt: skip
+        acc = _add_values(acc, peak, whole, stop, table, block_stride, cache, weights, peak_ptr + spot, shape, True)
+        d = column + tl.arange(0, COLUMNS)
         live = (row < rows)[:, None] & (d < VALUE)[None, :]
         out_at = out_ptr + (token.to(tl.int64) * H + row)[:, None] * VALUE + d[None, :]
         place = item.to(tl.int64) * part_rows
@@ -150,6 +202,10 @@ def attend_by_products(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: flo
     columns = min(COLUMNS, value_dim)
     table = batch.block_table_NP
     stages = 2 if q_THd.dtype == torch.float32 else tiling.stages
+    values = weight_rows = None
+    if tma := takes_descriptor(cache_HBSd, STEP):
+        values = rows_descriptor(cache_HBSd.view(-1, D), STEP, columns)
+        weight_rows = rows_descriptor(weights.view(-1, most_keys), tiling.rows, STEP)
     common = {"H": H, "D": D, "BLOCK_SIZE": batch.block_size, "ROWS": tiling.rows, "KEYS": PRODUCT_KEYS}
     common |= {"FIELDS": FIELDS, "num_warps": tiling.warps, "num_stages": stages, **pdl_options(q_THd)}
     _weights_kernel[work.first_Y.shape[0], most_keys // PRODUCT_KEYS](
@@ -170,9 +226,11 @@ def attend_by_products(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: flo
     )
     _values_kernel[items * (value_dim // columns),](
         weights,
+        weight_rows,
         peak,
         total,
         cache_HBSd,
+        values,
         out_THd,
         part,
         lse,
@@ -186,6 +244,7 @@ def attend_by_products(q_THd, cache_HBSd, out_THd, batch, work: Work, scale: flo
         COLUMNS=columns,
         STEP=STEP,
         SPLIT=work.split,
+        TMA=tma,
         **common,
     )
     if work.split:
