@@ -94,6 +94,8 @@ def test_deterministic_mode_has_one_tile():
 def test_a_single_row_fills_whole_rounds():
     assert vector_tiles(2048, 768, 132)[1] == (8, 1024, 8)
     assert vector_tiles(4096, 1536, 132)[1] == vector_tiles(5120, 1536, 132)[1] == (8, 512, 4)
+    for uneven in (1536, 2880, 3584):  # 1.5, 2.7 and 3.4 programs of 8 columns on an SM
+        assert vector_tiles(uneven, 2048, 132)[1] == (2, 1024, 2)
     assert vector_tiles(7168, 2048, 132)[1] == (4, 1024, 4)
     assert vector_tiles(6144, 16384, 132)[1] == (2, 2048, 4)
 

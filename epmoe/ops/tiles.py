@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 import torch
 
@@ -46,6 +47,7 @@ BLOCKED_64 = TileConfig(cols=256, depth=64, warps=8, stages=4, flatten=True)
 BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
 SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
 TAIL = 32
+EVEN = 1.05  # the most programs of an SM over their mean
 
 # Block rows, tail, tiles; then of gate_up and of down: TFLOP/s, us of a tile besides, TB/s.
 FORMS = (
@@ -91,12 +93,17 @@ def vector_tiles(hidden: int, features: int, sms: int) -> tuple[tuple[int, int, 
     """(cols, depth, warps) of both vector kernels.
 
     The second one has as many programs as ``hidden`` has columns for them, and an SM holds two of 8 warps or five of 4:
-    the tiles that make one round of it are taken, and small ones where there are several.
+    the tiles that make one even round of it are taken, small ones where there is none or are several.
     """
-    if hidden <= 8 * 2 * sms:
+    programs = ceil(hidden / 8)
+    per_sm = ceil(programs / sms)
+    even = per_sm * sms <= EVEN * programs
+    if even and per_sm <= 2:
         down = (8, 1024, 8)
-    elif hidden <= 8 * 5 * sms:
+    elif even and per_sm <= 5:
         down = (8, 512, 4)
+    elif per_sm <= 5:
+        down = (2, 1024, 2)
     else:
         down = (4, 1024, 4) if features <= 2048 else (2, 2048, 4)
     return (2, 1024, 2), down
