@@ -11,7 +11,7 @@ from epmoe.ops.latent import latent_attention_ref
 from epmoe.ops.latent_kernels import latent_attention_triton
 
 NAN = float("nan")
-HEADS = [(4, 4, 16), (4, 2, 24), (8, 1, 32), (20, 1, 16), (32, 4, 128)]  # query heads, key heads, head size
+HEADS = [(32, 4, 128), (4, 4, 16), (4, 2, 24), (8, 1, 32), (20, 1, 16)]  # query heads, key heads, head size
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
