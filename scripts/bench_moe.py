@@ -42,6 +42,7 @@ from scripts.moe_bench_checks import LIMIT, check_cases, check_invariance, compi
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
 FEWER_SMS = (116, 124)
+COPIED = 16e9  # transformers' batched_mm copies the weights of every pair: as many bytes as there are flops
 
 
 def tune(timer: lib.Timer, shape: lib.Shape, weights: lib.Weights, tokens: int, bad: set) -> tuple[Choice, list]:
@@ -194,7 +195,7 @@ def run_shape(timer, shape, tokens, report, left, untuned) -> None:
     report["checks"] += checked
     report["invariant"][shape.name] = check_invariance(shape, weights)
     try:
-        peers = {} if untuned else lib.transformers_peers(weights, shape)
+        peers = lib.transformers_peers(weights, shape)
         peers = {k: (lambda x, g, f=f: f(x, g)) for k, f in peers.items()}
     except Exception as error:
         print(f"transformers' experts are left out: {error!r}")
@@ -211,7 +212,7 @@ def run_shape(timer, shape, tokens, report, left, untuned) -> None:
                 choice, log = tune(timer, shape, weights, count, bad)
             report["tuning"].append({"shape": shape.name, "tokens": count, "log": log, "choice": asdict(choice)})
             some = peers if count in (64, 4096) and shape.name != "mixtral" else {}
-            some = {k: f for k, f in some.items() if k != "hf-batched" or count == 64}
+            some = {k: f for k, f in some.items() if k != "hf-batched" or count == 64 and shape.flops(count) < COPIED}
             result = time_case(timer, shape, weights, count, choice, "uniform", some, untuned)
             show(result, report["ceilings"])
             skewed = time_case(timer, shape, weights, count, choice, "zipf", {}, untuned) if count > 1 else None

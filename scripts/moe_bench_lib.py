@@ -126,6 +126,8 @@ def transformers_peers(weights: Weights, shape: Shape) -> dict:
         has_bias=False,
         has_gate=True,
         is_concatenated=True,
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
     )
     module._apply_gate = lambda h: functional.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
 
