@@ -32,6 +32,7 @@ from rank_group import label, on_ranks
 from epmoe.comm import Comm
 from epmoe.moe.by_size import wire_bytes
 from epmoe.moe.exchange import Exchange
+from placement.cli.console import require_writable
 from placement.errors import UserError
 
 
@@ -50,6 +51,14 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--calibrate", metavar="FILE", help="write the fitted costs there")
     args = parser.parse_args()
+    if args.ranks < 1:
+        parser.error(f"--ranks is {args.ranks}; it must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; use cpu, or a CUDA build of torch")
+    try:
+        require_writable(args.json, args.calibrate)
+    except UserError as error:
+        parser.error(str(error))
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     kinds = args.exchange or (
         ["alltoall", "oneshot", "padded"] if args.device == "cpu" else ["alltoall", "padded", "p2p"]
