@@ -100,10 +100,10 @@ def main() -> int:
         if inside:
             ready_ones = [parts[name] for name in group if name in parts]
             run_parts(where, ready_ones, time.monotonic() + seconds, keep)
+            add_predictions(args, ready_ones, report["parts"].get("model", {}))
         else:
             keep({name: run_script(args, name, seconds) for name in group})
-    add_predictions(args, list(parts.values()), report["parts"].get("model", {}))
-    keep({})
+        keep({})
     return 0
 
 
