@@ -69,6 +69,19 @@ def test_deterministic_mode_keeps_its_one_tile(monkeypatch):
     assert ExpertOptions(tuned=tuned, deterministic=True).measured(x_RD, 16, weights) is None
 
 
+@pytest.mark.parametrize(("likely", "expected"), [(0, 16), (5, 5), (40, 16)])
+def test_tiles_are_asked_for_as_many_pairs_as_are_likely(monkeypatch, likely, expected):
+    """Of the tuned tiles first, else of the heuristic."""
+    asked, tuned = [], Tuned(())
+    monkeypatch.setattr(tuned, "choice", lambda rows_RD, pairs, weights: asked.append(pairs))
+    heuristic = lambda rows_RD, pairs, weights, deterministic: (pairs, deterministic)  # noqa: E731
+    assert ExpertOptions(likely=likely, tuned=tuned).tiles(None, 16, None, heuristic) == (expected, False)
+    assert asked == [expected]
+    assert ExpertOptions(likely=likely, deterministic=True).tiles(None, 16, None, heuristic) == (expected, True)
+    monkeypatch.setattr(tuned, "choice", lambda rows_RD, pairs, weights: CASE.choice)
+    assert ExpertOptions(likely=likely, tuned=tuned).tiles(None, 16, None, heuristic) == CASE.choice
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
