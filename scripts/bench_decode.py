@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import bench_prefill, decode_peer  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
+from scripts.moe_bench_lib import clock_mark, ghz_between  # noqa: E402
 
 WARM = 6  # decode steps ahead of the timed ones: compile, capture, settle
 
@@ -38,6 +39,7 @@ def main() -> int:
     batches = [int(n) for n in args.batches.split(",")]
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "cases": []}
     report |= {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    clock_mark()  # compiles
     report["ceilings"] = lib.ceilings()
     print(report["device"], report["torch"], report["triton"], report["ceilings"], lib.clocks(), flush=True)
     torch.cuda.empty_cache()
@@ -59,7 +61,7 @@ def main() -> int:
     for batch in batches:
         try:
             report["cases"].append(case(engine, batch, args))
-            show(report["cases"][-1])
+            show(report["cases"][-1], report["ceilings"])
         except Exception:
             traceback.print_exc()
         if args.json:
@@ -96,11 +98,13 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
     context = sum(r.computed for r in engine.scheduler.running) / batch + args.steps / 2
     marks = Marks(engine)
     before = counters(engine)
+    clock = clock_mark()
     engine.step([])  # every step ends with the tokens of the one before: the clock runs from one such end to another
     waited, began = engine.wait_seconds, time.perf_counter()
     outputs = sum(len(output.tokens) for _ in range(args.steps) for output in engine.step([]))
     seconds, wait_s = time.perf_counter() - began, engine.wait_seconds - waited
     gap_us, graph_us = marks.close()
+    ghz = ghz_between(clock, clock_mark())
     after = counters(engine)
     assert outputs == batch * args.steps, (outputs, batch, args.steps)
     active = (after["active"] - before["active"]) / len(config.moe_layers) / (args.steps + 1)
@@ -118,8 +122,9 @@ def case(engine: Engine, batch: int, args: argparse.Namespace) -> dict:
         "batch": batch, "context": context, "tokens_per_s": batch / step_s, "step_us": step_s * 1e6,
         "limit_tokens_per_s": batch / floor_s, "share_of_limit": floor_s / step_s, "active_experts": active,
         "host_share": 1 - wait_s / seconds, "host_us": (seconds - wait_s) / args.steps * 1e6, "graph_us": graph_us,
-        "gap_us": gap_us, "replays": after["replays"] - before["replays"], "prefill_s": prefill_s,
-        "breakdown": breakdown, "host": host,
+        "gap_us": gap_us, "ghz": ghz, "floor_us": floor_s * 1e6,
+        "flops": lib.prefill_flops(config, [(context - 1, 1)] * batch, batch),
+        "replays": after["replays"] - before["replays"], "prefill_s": prefill_s, "breakdown": breakdown, "host": host,
     }  # fmt: skip
 
 
@@ -158,13 +163,14 @@ def counters(engine: Engine) -> dict:
     return {"active": sum(report["active_L"]), "replays": report["graph_replays"]}
 
 
-def show(case: dict) -> None:
+def show(case: dict, ceilings: dict) -> None:
     print(
         f"batch {case['batch']:4d}  context {case['context']:6.0f}  {case['tokens_per_s']:8.1f} tokens/s"
         f"  step {case['step_us']:8.0f} us  limit {case['limit_tokens_per_s']:8.0f}"
         f" ({100 * case['share_of_limit']:.0f} %, {case['active_experts']:.1f} experts active)"
         f"  host {case['host_us']:6.0f} us ({100 * case['host_share']:.1f} %)  gap {case['gap_us']:.0f} us"
-        f"  graph {case['graph_us']:.0f} us",
+        f"  graph {case['graph_us']:.0f} us  {case['ghz']:.2f} GHz  floors: bytes {case['floor_us']:.0f} us,"
+        f" flops {case['flops'] / ceilings['burst_tflops'] / 1e6:.0f} us",
         flush=True,
     )
     print("     us:", {part: round(us) for part, us in case["breakdown"]["us"].items()},

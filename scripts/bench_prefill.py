@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from epmoe.checkpoint import Loader  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
+from scripts.moe_bench_lib import clock_mark, ghz_between  # noqa: E402
 
 CASES = "16x1024:16384,1x16384:4096"
 
@@ -33,6 +34,7 @@ def main() -> int:
     args = arguments()
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "cases": []}
     report |= {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    clock_mark()  # compiles
     report["ceilings"] = lib.ceilings()
     print(report["device"], report["torch"], report["triton"], report["ceilings"], lib.clocks(), flush=True)
     torch.cuda.empty_cache()
@@ -65,7 +67,10 @@ def case(name: str, folder: str, load: Loader, rounds: int, plain: bool) -> dict
         folder, "cuda", load, max_batch_tokens=budget, max_requests=count, max_model_len=room, block_size=64,
         num_blocks=count * -(-room // 64), combine="reduce",
     )  # fmt: skip
-    seconds = [prefill(engine, count, length, seed) for seed in range(rounds + 1)][1:]  # the first one compiles
+    prefill(engine, count, length, 0)  # compiles
+    clock = clock_mark()
+    seconds = [prefill(engine, count, length, seed) for seed in range(1, rounds + 1)]
+    ghz = ghz_between(clock, clock_mark())
     breakdown = {"us": {}, "kernels": 0, "top": []}
     try:
         if not plain:
@@ -75,9 +80,11 @@ def case(name: str, folder: str, load: Loader, rounds: int, plain: bool) -> dict
     middle = sorted(seconds)[rounds // 2]
     chunks = [(start, min(budget, length - start)) for start in range(0, length, budget)] * count
     flops = lib.prefill_flops(engine.model, chunks, count)
+    weights = lib.decode_bytes(engine.model, engine.model.num_experts, 0, 0)  # read in every step
+    steps = -(-count * length // budget)
     return {
         "case": name, "seconds": seconds, "tokens_per_s": count * length / middle, "tflops": flops / middle / 1e12,
-        "breakdown": breakdown,
+        "flops": flops, "bytes": steps * weights, "ghz": ghz, "breakdown": breakdown,
     }  # fmt: skip
 
 
@@ -102,7 +109,9 @@ def show(case: dict, ceilings: dict) -> None:
     print(
         f"{case['case']:18s} {case['tokens_per_s']:8.0f} tokens/s  {case['tflops']:5.0f} TFLOP/s"
         f"  ({share[0]:.0f} % of the burst ceiling, {share[1]:.0f} % of the sustained one)"
-        f"  seconds {[round(s, 3) for s in case['seconds']]}",
+        f"  seconds {[round(s, 3) for s in case['seconds']]}  {case['ghz']:.2f} GHz"
+        f"  floors: flops {case['flops'] / ceilings['burst_tflops'] / 1e12:.3f} s,"
+        f" bytes {case['bytes'] / ceilings['copy_tbs'] / 1e12:.3f} s",
         flush=True,
     )
     print("     us:", {part: round(us) for part, us in case["breakdown"]["us"].items()},

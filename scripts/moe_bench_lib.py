@@ -174,11 +174,23 @@ def clock_ghz(timer: Timer, calls: list) -> float:
     """Mean SM clock under ``calls`` for 10 ms, after 15 ms of them: cycles over nanoseconds of the median SM."""
     graph = timer.capture(calls, True)
     once = max(replay(graph, 0, 0), 1.0)
-    marks = torch.zeros(2, 1024, 3, dtype=torch.int64, device="cuda")
-    for mark, us in zip(marks, (15e3, 10e3)):
+    marks = []
+    for us in (15e3, 10e3):
         for _ in range(int(us / once) + 1):
             graph.replay()
-        _clock_kernel[(1024,)](mark, num_warps=1)
+        marks.append(clock_mark())
+    return ghz_between(*marks)
+
+
+def clock_mark() -> torch.Tensor:
+    """SM, its cycles and nanoseconds, int64 ``[1024, 3]``: read in stream order by a kernel of 1024 programs."""
+    mark = torch.zeros(1024, 3, dtype=torch.int64, device="cuda")
+    _clock_kernel[(1024,)](mark, num_warps=1)
+    return mark
+
+
+def ghz_between(*marks: torch.Tensor) -> float:
+    """Mean clock of the median SM from one mark to another; waits for them."""
     first, last = ({sm: (cycles, ns) for sm, cycles, ns in mark.tolist()} for mark in marks)
     clocks = sorted((last[sm][0] - first[sm][0]) / (last[sm][1] - first[sm][1]) for sm in first.keys() & last.keys())
     return clocks[len(clocks) // 2]
