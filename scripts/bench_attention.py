@@ -180,6 +180,8 @@ def time_case(timer: lib.Timer, case: Case, block_size: int, flex: bool) -> dict
             print(f"{name} is left out of {case.name}: {str(error).splitlines()[0][:100]}")
     copies = max(1, min(10, int(2e4 / (case.flops / 3e8 + case.bytes / 3e6 + 10))))
     result["us"] = timer.compare({name: [f] for name, f in functions.items()}, 3, copies)
+    if "ours" in functions:
+        result["ghz"] = lib.clock_ghz(timer, [functions["ours"]])
     return result
 
 
@@ -233,7 +235,8 @@ def show(name: str, result: dict, top: dict) -> None:
     others = "  ".join(f"{k} {v:.1f}" for k, v in us.items() if k != "ours")
     print(
         f"{name:26s} bs {result['block_size']:3d} {ours:9.1f} us  floor {floor:8.1f} ({100 * floor / ours:3.0f} %)"
-        f" {result['flops'] / ours / 1e6:5.0f} TFLOP/s {result['bytes'] / ours / 1e6:5.2f} TB/s | {others}",
+        f" {result['flops'] / ours / 1e6:5.0f} TFLOP/s {result['bytes'] / ours / 1e6:5.2f} TB/s"
+        f" {result.get('ghz', float('nan')):.2f} GHz | {others}",
         flush=True,
     )
 
@@ -246,6 +249,7 @@ def run_rest(timer: lib.Timer, top: dict, left) -> list[dict]:
                 continue
             us = timer.compare({"ours": calls}, 3, 9 if tokens < 4096 else 3)
             results.append({"case": f"{name} {tokens}", "block_size": 0, "bytes": size, "flops": flops, "us": us})
+            results[-1]["ghz"] = lib.clock_ghz(timer, calls)
             show(results[-1]["case"], results[-1], top)
     return results
 
