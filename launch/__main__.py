@@ -26,7 +26,7 @@ COMMANDS = {  # command -> (module with add_arguments and run, help)
     "tune": ("launch.tune", "measure the fastest kernel tiles for a model on this GPU"),
     "trace": ("launch.trace_command", "record which experts the tokens of a text choose"),
 }
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 USAGE = "usage: epmoe COMMAND [options]   (epmoe COMMAND --help lists them; epmoe --version)"
 
 

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         _give_up_output()
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         _give_up_output()
         print(f"epmoe-placement {args.command}: cannot write the output: {error.strerror}; make room", file=sys.stderr)

@@ -241,11 +241,13 @@ TRACE = "epmoe/demo_model/trace_c.npz"
         ("launch --help", ">&-", 0),
         ("launch --help", "| true", 141),
         (f"placement inspect {TRACE}", ">/dev/full", 1),
+        (f"placement inspect {TRACE}", ">$0", 1),
     ],
 )
-def test_output_that_nobody_takes(words, target, code):
-    command = f"set -o pipefail; {sys.executable} -m {words} {target}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+def test_output_that_nobody_takes(words, target, code, tmp_path):
+    """The last case: a file may not be larger than a kilobyte."""
+    command = ["bash", "-c", f"set -o pipefail; ulimit -f 1; {sys.executable} -m {words} {target}", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == (code > 0) and "Traceback" not in done.stderr, done.stderr
 
