@@ -52,8 +52,8 @@ class Completion:
     def _not_finite(self) -> str:
         position = len(self.prompt_token_ids) + len(self.token_ids)
         return (
-            f"the logits for position {position} are not finite numbers (NaN or infinite), so no token can be drawn; the"
-            " checkpoint is damaged, or its values overflow: try dtype float32 or bfloat16, or download it again"
+            f"the logits for position {position} are not finite numbers (NaN or infinite), so no token can be drawn;"
+            " the checkpoint is damaged, or its values overflow: try dtype float32 or bfloat16, or download it again"
         )
 
     @property
