@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -36,3 +37,14 @@ def rank_pool():
     yield pool
     for opened in pools.values():
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_pair():
+    """Two ranks on GPUs, on the same one where there is only one."""
+    from ranks import RankPool
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    opened = RankPool(2, device="cuda")
+    yield opened
+    opened.close()

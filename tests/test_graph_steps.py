@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from epmoe.config import EngineConfig
 from epmoe.engine.agreement import HEADER_MOVES, Header, Kind, agreed_kind, graph_sizes, padded_size, prompt_sizes
+from epmoe.engine.graphs import Captured, Parts, StepGraphs
 from epmoe.engine.prompt_graphs import halves
 from epmoe.engine.request import Request, SamplingParams
 from epmoe.engine.scheduler import Chunk
@@ -83,6 +86,58 @@ def test_inputs_arrive_as_they_were():
     assert [part.data_ptr() % 16 for part in parts if part.numel()] == [buffer.data_ptr() % 16] * 3
     for part, array in zip(parts, arrays):
         assert np.array_equal(part.numpy(), array), "parts of one buffer overlap"
+
+
+class Told(StepGraphs[str]):
+    """Graphs whose steps say what happens to them."""
+
+    def __init__(self, told: list) -> None:
+        exchange = SimpleNamespace(comm=SimpleNamespace(at=SimpleNamespace(stage="")))
+        decoder = SimpleNamespace(timeline=None, exchange=exchange)
+        super().__init__(Parts(decoder, torch.empty(0), None, None, torch.empty(0), None))
+        self.told = told
+
+    def _step(self, at: Captured[str]) -> int:
+        self.told.append(at.inputs)
+        return len(self.told)
+
+
+@pytest.fixture
+def told(monkeypatch) -> list:
+    """What happens on a device that is not there."""
+    events: list = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: events.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: nullcontext())
+    return events
+
+
+def test_a_size_is_eager_then_captured_then_replayed(told):
+    graphs, array = Told(told), np.zeros(3, np.int64)
+    small, large = (graphs._keep(size, [array], lambda views, size=size: f"step of {size}") for size in (1, 2))
+    assert graphs._captured == {1: small, 2: large} and small.buffer.numel() >= array.nbytes
+    assert graphs._run(small) == 1 and (graphs.replays, graphs.late) == (0, 0)
+    assert graphs._run(small) == 2, "a replay returns what its capture did"
+    assert graphs._run(large) == 4 and graphs._run(small) == 2
+    assert told == ["step of 1", "step of 1", "replay", "step of 2", "replay"]
+    assert (graphs.replays, graphs.late) == (2, 1)
+
+
+def test_a_timeline_that_comes_later_captures_once_more(told):
+    timeline = SimpleNamespace(
+        captured=lambda: nullcontext("marks"),
+        before=lambda marks: told.append(f"before {marks}"),
+        ran=lambda marks: told.append(f"ran {marks}"),
+    )
+    graphs = Told(told)
+    at = graphs._keep(1, [], lambda views: "step")
+    for _ in range(2):
+        graphs._run(at)
+    graphs.decoder.timeline = timeline
+    told.clear()
+    for _ in range(2):
+        graphs._run(at)
+    assert told == ["step", *2 * ["before marks", "replay", "ran marks"]] and graphs.late == 2
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from drive import Script, all_blocks_free, drive, merge
-from ranks import RankPool
 from test_overlap import uneven_script
 from tiny_checkpoints import save_tiny
 
@@ -22,18 +20,7 @@ from epmoe.moe.timeline import hidden_of
 from epmoe.ops.blas import blas_sms
 from placement.plan import plan_from_ranks
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Two ranks, on one GPU where there is only one."""
-    if not torch.cuda.is_available():
-        pytest.skip("left out: no GPU")
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    opened = RankPool(2, device="cuda")
-    yield opened
-    opened.close()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="left out: no GPU")]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +40,7 @@ def drive_here(comm: Comm, config: dict, script: Script):
 
 
 @pytest.mark.parametrize("exchange", ["alltoall", "p2p", "padded"])
-def test_two_lanes_draw_the_same_bits(pool, model, exchange):
+def test_two_lanes_draw_the_same_bits(gpu_pair, model, exchange):
     prompts = [list(range(9, 9 + n)) for n in (90, 1, 30, 7)]
     requests = [(i, prompt, {"temperature": 0.0, "max_tokens": 6}) for i, prompt in enumerate(prompts)]
     script = Script(requests, arrive={1: 2}, want_logits=True)
@@ -62,7 +49,7 @@ def test_two_lanes_draw_the_same_bits(pool, model, exchange):
     rng = np.random.default_rng(5)
     plan = plan_from_ranks(shape, 2, np.stack([rng.permutation(np.arange(10) % 2) for _ in shape.moe_layers]))
     config = settings(model, ranks=2, plan=plan.to_json(), exchange=exchange, overlap="on")
-    results = pool.run(drive_here, config, script, timeout_s=200)
+    results = gpu_pair.run(drive_here, config, script, timeout_s=200)
     merged = merge(results)
     assert all_blocks_free(results) and merged.tokens == alone.tokens
     assert all(torch.equal(logits, alone.logits[key]) for key, logits in merged.logits.items())
@@ -87,11 +74,11 @@ def check_uneven(pool, model: str, seed: int, waves: int, how: dict) -> None:
     ],
     ids=["p2p", "alltoall", "graphs"],
 )
-def test_uneven_ranks_for_three_minutes(pool, model, how):
+def test_uneven_ranks_for_three_minutes(gpu_pair, model, how):
     """A minute each."""
     started, seed = time.monotonic(), 1
     while time.monotonic() - started < 60:
-        check_uneven(pool, model, seed, 12, how)
+        check_uneven(gpu_pair, model, seed, 12, how)
         seed += 1
     print(f"{seed - 1} scripts")
 
@@ -134,9 +121,9 @@ def test_timeline_of_graph_replays(model):
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "alltoall"])
-def test_timeline_of_two_lanes(pool, model, exchange):
+def test_timeline_of_two_lanes(gpu_pair, model, exchange):
     config = settings(model, ranks=2, timeline=True, overlap="on", graphs=False, exchange=exchange)
-    for spans, _ in pool.run(timed, config, timeout_s=200):
+    for spans, _ in gpu_pair.run(timed, config, timeout_s=200):
         check_spans(spans)
         assert {s.row for s in spans if s.stage in ("router", "dispatch", "combine")} == {"travel"}
         found = hidden_of(spans)[-1]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import prompt_cases
 import pytest
 import torch
 from drive import Script, all_blocks_free, drive, merge
-from ranks import RankPool
 from tiny_checkpoints import CALM, save_tiny
 
 from epmoe.comm import Comm
@@ -17,9 +15,9 @@ from epmoe.config import EngineConfig
 from epmoe.engine.engine import Engine
 from epmoe.moe.timeline import Timeline
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="left out: no GPU")]
 LENGTHS = (90, 1, 30, 7, 64, 33, 2, 80) * 3
-BOUND = 2e-6  # of a position's largest logit, between two float32 runs
+BOUND = 1e-6  # of a position's largest logit, between two float32 runs; 6e-7 is seen
 PROMPTS = [list(range(9 + number, 9 + number + length)) for number, length in enumerate(LENGTHS)]
 SCRIPT = Script(
     [(n, prompt, {"temperature": 0.0, "max_tokens": 5}) for n, prompt in enumerate(PROMPTS)],
@@ -29,19 +27,8 @@ SCRIPT = Script(
 
 
 @pytest.fixture(scope="module")
-def pool():
-    """Two ranks, on one GPU where there is only one."""
-    if not torch.cuda.is_available():
-        pytest.skip("left out: no GPU")
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    opened = RankPool(2, device="cuda")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Attention scores reach 30: in float32 their softmax is 2e-6 off, logits up to 1e-5, on CPU too.  Tokens count."""
+    """Scores reach 30: attention in float32 is 2e-6 off, logits 1e-5, also those of transformers.  Tokens count."""
     return str(save_tiny(tmp_path_factory.mktemp("prompts"), "qwen2_moe", num_experts=10, top_k=3))
 
 
@@ -53,8 +40,6 @@ def calm(tmp_path_factory):
 
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2, 24), torch.float32), ((32, 4, 128), torch.bfloat16)], ids=str)
 def test_attention_in_refilled_buffers(heads, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("left out: no GPU")
     prompt_cases.check_prompt_batch(heads, dtype, "cuda")
 
 
@@ -91,9 +76,9 @@ def test_one_rank(calm, alone):
 
 
 @pytest.mark.parametrize("exchange,overlap", [("p2p", "on"), ("p2p", "off"), ("p2p", "auto"), ("alltoall", "on")])
-def test_two_ranks(pool, calm, alone, exchange, overlap):
+def test_two_ranks(gpu_pair, calm, alone, exchange, overlap):
     for folder, want in alone.items():
-        results = pool.run(run, settings(folder, ranks=2, exchange=exchange, overlap=overlap), timeout_s=200)
+        results = gpu_pair.run(run, settings(folder, ranks=2, exchange=exchange, overlap=overlap), timeout_s=200)
         require_same(merge(results), want, folder == calm)
         assert all_blocks_free(results)
         replays = [result.report["prompt_graph_replays"] for result in results]

@@ -19,7 +19,7 @@ from epmoe.checkpoint import Loader, load_weights
 from epmoe.comm import Comm
 from epmoe.config import EngineConfig, check_engine
 from epmoe.engine.agreement import Header, Kind, agreed_kind, prompts_in_graphs
-from epmoe.engine.graphs import is_decode
+from epmoe.engine.decode_graphs import is_decode
 from epmoe.engine.home import rank_loads
 from epmoe.engine.intake import Intake
 from epmoe.engine.kv_cache import BlockPool, new_cache, size_cache
@@ -156,7 +156,7 @@ class Engine:
             "graphs_at_start": graphs.at_start if graphs is not None else None,
             "graphs_captured_late": graphs.late if graphs is not None else 0,  # a step waited for them
             "prompt_graph_replays": prompts.replays if prompts is not None else 0,
-            "prompt_graphs": prompts.captures if prompts is not None else 0,
+            "prompt_graphs": prompts.late if prompts is not None else 0,
             "seconds_in_steps": self.step_seconds,  # of steps that ran the model
             "model_seconds": self.model_seconds,
             "wait_seconds": self.wait_seconds,  # for the device, with nothing else to do

@@ -1,115 +1,84 @@
-"""Decode steps as CUDA graphs, one for each padded number of sequences.
+"""Steps as CUDA graphs: what those of decodes (`decode_graphs`) and those with prompts (`prompt_graphs`) share.
 
 A graph reads its inputs from buffers that stay in place and are refilled before each replay; everything between the
-refill and the drawn tokens runs without the host.  A size runs once eagerly on those buffers (kernels are compiled,
-libraries set up), then it is captured, and every step from there on is a replay: same kernels, same tokens.  With
-``capture_at_start`` that is done for all sizes, at most some thirty, before the first request; else in the first two
-steps of a size.
-
-Rows beyond the step's sequences are padding: they choose no expert, write no key and draw into a spare row of
-``last_token``.
+refill and what the step leaves runs without the host.  A size runs once eagerly on those buffers (kernels are compiled,
+libraries set up), the second time it is captured, and every step from there on is a replay: same kernels, same tokens.
+A kind of graph says how a size's inputs are made (`_open`), filled, and what runs on them (`_step`).
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from epmoe.config import EngineConfig
-from epmoe.engine.agreement import MOST_IN_GRAPH, graph_sizes
-from epmoe.engine.drawing import draw_arrays
-from epmoe.engine.scheduler import Chunk
 from epmoe.engine.staging import Staging, buffer_bytes, views
-from epmoe.model.decoder import Batch, Decoder, RoutingObserver
+from epmoe.model.decoder import Decoder, RoutingObserver
 from epmoe.moe.timeline import Marks
-from epmoe.ops.decode_batch import DecodeBatch, DecodeShape, decode_batch
-from epmoe.ops.draw import Draws, draw
 
-
-def is_decode(chunk: Chunk) -> bool:
-    """One token, whose successor is drawn, of a request that stays on this rank."""
-    return chunk.count == 1 and chunk.samples and not chunk.request.probe
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a step of N sampling sequences left on the device.
+class Parts:
+    """What a rank's steps are made of. ``last_token``: int64 ``[max_requests + 1]``, the newest draw of each device
+    row, and a spare row for padding."""
 
-    ``logits_NV``; where a graph ran (its tensors are overwritten by the next step) also the tokens it was fed and those
-    that it drew, penalties left out, int64 ``[N]``.
-    """
-
-    logits_NV: torch.Tensor
-    fed_N: torch.Tensor | None = None
-    drawn_N: torch.Tensor | None = None
-
-    def first(self, count: int) -> Ran:
-        """Without the padding."""
-        return Ran(self.logits_NV[:count], self.fed_N[:count], self.drawn_N[:count])
+    decoder: Decoder
+    cache: torch.Tensor
+    engine: EngineConfig
+    observe: RoutingObserver | None
+    last_token: torch.Tensor
+    staging: Staging
 
 
 @dataclass
-class Captured:
-    """A graph's inputs and, once there is one, the graph and its outputs."""
+class Captured(Generic[Inputs]):
+    """A graph's inputs, most of them views of one uint8 ``buffer``, and, once there is one, the graph and what it
+    leaves."""
 
-    attention: DecodeBatch
-    buffer: torch.Tensor  # uint8, holds known_N, row_N and draws
-    known_N: torch.Tensor  # int64 token ids, -1 where the token is the row's last draw
-    row_N: torch.Tensor  # int64 device rows of the requests; padding has the spare row
-    draws: Draws
+    inputs: Inputs
+    buffer: torch.Tensor
     warm: bool = False
     graph: torch.cuda.CUDAGraph | None = None
-    outputs: Ran | None = None
+    outputs: Any = None
     marks: Marks | None = None  # of its stages, where a timeline is kept
 
 
-class DecodeGraphs:
-    """The graphs of one rank. ``last_token``: int64 ``[max_requests + 1]``, the newest draw of each device row."""
+class StepGraphs(ABC, Generic[Inputs]):
+    """The graphs of one rank, by size."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: torch.Tensor,
-        engine: EngineConfig,
-        observe: RoutingObserver,
-        last_token: torch.Tensor,
-        staging: Staging,
-    ) -> None:
-        self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
-        self.last_token, self.staging = last_token, staging
-        self.sizes = graph_sizes(min(engine.max_requests, MOST_IN_GRAPH))
+    def __init__(self, parts: Parts) -> None:
+        self.decoder, self.cache, self.engine, self.observe = parts.decoder, parts.cache, parts.engine, parts.observe
+        self.last_token, self.staging = parts.last_token, parts.staging
         self.replays = 0
         self.late = 0  # captures that a step waited for
-        self.at_start = {"graphs": 0, "seconds": 0.0, "bytes": 0}  # of the device, besides the weights and the cache
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[Hashable, Captured[Inputs]] = {}
         self._pool: tuple[int, int] | None = None
 
-    def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Capture every size, on every rank together; the largest first, whose memory the others share."""
-        began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        for done, size in enumerate(reversed(self.sizes)):
-            progress(done, len(self.sizes))
-            at = self._open(size)
-            self.decoder.exchange.begin_step(size)
-            self._fill(at, ())
-            self._step(at)
-            self._capture(at)
-        progress(len(self.sizes), len(self.sizes))
-        torch.cuda.synchronize()
-        spent = time.perf_counter() - began, free - torch.cuda.mem_get_info()[0]
-        self.at_start = dict(zip(self.at_start, (len(self.sizes), *spent)))
+    @abstractmethod
+    def _step(self, at: Captured[Inputs]) -> Any:
+        """What is captured: the model on the inputs in their buffers."""
 
-    def run(self, chunks: Sequence[Chunk], size: int) -> Ran:
-        """One decode step of ``chunks`` padded to ``size``; ``last_token`` takes what was drawn."""
-        at = self._captured.get(size) or self._open(size)
-        self._fill(at, chunks)
-        if not at.warm and at.graph is None:
+    def _keep(
+        self, size: Hashable, arrays: Sequence[np.ndarray], inputs: Callable[[list[torch.Tensor]], Inputs]
+    ) -> Captured[Inputs]:
+        """A new size, with zeros in its buffer: ``inputs`` takes its views, of the shapes and types of ``arrays``."""
+        buffer = torch.zeros(buffer_bytes(arrays), dtype=torch.uint8, device=self.cache.device)
+        self._captured[size] = at = Captured(inputs(views(buffer, arrays)), buffer)
+        return at
+
+    def _run(self, at: Captured[Inputs]) -> Any:
+        """One step on the inputs as they are: eager, captured or replayed. What `_step` returned; a replay overwrites
+        it."""
+        if not at.warm:
             at.warm = True
             return self._step(at)
         timeline = self.decoder.timeline
@@ -125,41 +94,7 @@ class DecodeGraphs:
         self.replays += 1
         return at.outputs
 
-    def _open(self, size: int) -> Captured:
-        config, engine, device = self.decoder.config, self.engine, self.cache.device
-        shape = DecodeShape(
-            sequences=size,
-            max_kv_len=engine.max_model_len,
-            block_size=engine.block_size,
-            kv_heads=config.num_kv_heads,
-            group=config.num_heads // config.num_kv_heads,
-            fixed=engine.deterministic,
-        )
-        arrays = self._inputs((), size)
-        buffer = torch.zeros(buffer_bytes(arrays), dtype=torch.uint8, device=device)
-        known_N, row_N, *draws = views(buffer, arrays)
-        self._captured[size] = Captured(decode_batch(shape, device), buffer, known_N, row_N, Draws(*draws))
-        return self._captured[size]
-
-    def _inputs(self, chunks: Sequence[Chunk], size: int) -> tuple[np.ndarray, ...]:
-        known_N, row_N = np.zeros(size, np.int64), np.full(size, len(self.last_token) - 1)
-        known_N[: len(chunks)] = [chunk.request.token_at(chunk.start) for chunk in chunks]
-        row_N[: len(chunks)] = [chunk.request.row for chunk in chunks]
-        return known_N, row_N, *draw_arrays(chunks, size)
-
-    def _fill(self, at: Captured, chunks: Sequence[Chunk]) -> None:
-        at.attention.fill([chunk.start + 1 for chunk in chunks], [chunk.request.blocks for chunk in chunks])
-        self.staging.refill(at.buffer, self._inputs(chunks, len(at.row_N)))
-
-    def _step(self, at: Captured) -> Ran:
-        token_N = at.known_N.where(at.known_N >= 0, self.last_token[at.row_N])
-        valid_N = at.attention.slot_T >= 0
-        logits_NV = self.decoder.forward([Batch(token_N, at.attention, None, valid_N)], self.cache, self.observe)
-        drawn_N = draw(logits_NV, at.draws)
-        self.last_token.index_copy_(0, at.row_N, drawn_N.clamp(min=0))  # of a request that ends: some token
-        return Ran(logits_NV, token_N, drawn_N)
-
-    def _capture(self, at: Captured) -> None:
+    def _capture(self, at: Captured[Inputs]) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

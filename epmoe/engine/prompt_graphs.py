@@ -1,40 +1,35 @@
-"""Steps with prompt chunks as CUDA graphs, one for each padded number of tokens a lane.
+"""Steps with prompt chunks as CUDA graphs, one for each number of lanes and padded number of tokens a lane.
 
 Launched from the host such a step takes some twenty launches a layer and lane, which last longer than the kernels of
 some thousand tokens do; then nothing hides behind anything.  A graph's kernels follow each other at once, and one
 lane's rows travel under the other's compute.
 
-As `engine.graphs`: inputs lie in buffers that stay in place; the first step of a size runs eagerly on them, the second
-is captured, every later one is a replay.  Rows behind a lane's tokens are padding that no expert works for and that
-writes no key.  Tokens are drawn behind the graph, from one buffer of logits that all graphs share.
+Rows behind a lane's tokens are padding that no expert works for and that writes no key.  Tokens are drawn behind the
+graph, from one buffer of logits that all graphs share.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from epmoe.config import EngineConfig
 from epmoe.engine.agreement import Kind
+from epmoe.engine.graphs import Captured, Parts, StepGraphs
 from epmoe.engine.lane_arrays import LaneArrays, lane_arrays
 from epmoe.engine.scheduler import Chunk, split_at
-from epmoe.engine.staging import Staging, buffer_bytes, views
-from epmoe.model.decoder import Batch, Decoder, RoutingObserver
+from epmoe.model.decoder import Batch
 from epmoe.moe.exchange import can_capture
-from epmoe.moe.timeline import Marks
 from epmoe.ops.prompt_batch import PromptBatch, PromptShape
 
 MOST_DRAWS = 256  # rows of a lane that a graph makes logits for
 
 
-@dataclass
-class _Lane:
-    """A lane's inputs: attention, token ids or -1, rows of ``last_token``, rows to draw from."""
+@dataclass(frozen=True)
+class LaneInputs:
+    """Of one lane: attention, token ids or -1, rows of ``last_token``, rows to draw from."""
 
     attention: PromptBatch
     known_T: torch.Tensor
@@ -42,37 +37,14 @@ class _Lane:
     sample_rows: torch.Tensor
 
 
-@dataclass
-class _Captured:
-    """The inputs of all lanes in one buffer and, once there is one, the graph."""
+class PromptGraphs(StepGraphs[list[LaneInputs]]):
+    """By number of lanes and padded tokens of each; a step leaves its logits in the common buffer."""
 
-    lanes: list[_Lane]
-    buffer: torch.Tensor
-    warm: bool = False
-    graph: torch.cuda.CUDAGraph | None = None
-    marks: Marks | None = None  # of its stages, where a timeline is kept
-
-
-class PromptGraphs:
-    """The graphs of one rank. ``last_token``: int64 ``[max_requests + 1]``, the newest draw of each device row."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: torch.Tensor,
-        engine: EngineConfig,
-        observe: RoutingObserver,
-        last_token: torch.Tensor,
-        staging: Staging,
-    ) -> None:
-        self.decoder, self.cache, self.engine, self.observe = decoder, cache, engine, observe
-        self.last_token, self.staging = last_token, staging
-        self.replays = self.captures = 0
-        self.draws = min(engine.max_requests, MOST_DRAWS)
-        size = (2 * self.draws, decoder.weights.head.shape[0])
-        self._logits_NV = torch.empty(size, dtype=decoder.weights.head.dtype, device=cache.device)
-        self._captured: dict[tuple[int, int], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.draws = min(self.engine.max_requests, MOST_DRAWS)
+        head_VD = self.decoder.weights.head
+        self._logits_NV = torch.empty((2 * self.draws, len(head_VD)), dtype=head_VD.dtype, device=self.cache.device)
 
     def run(self, chunks: list[Chunk], kind: Kind) -> torch.Tensor | None:
         """One step; logits of the sampling chunks, in order.  ``None``: this step's exchange cannot be captured, or it
@@ -82,24 +54,11 @@ class PromptGraphs:
         key = (kind.lanes, kind.tokens)
         at = self._captured.get(key) or self._open(*key)
         parts = self._fill(at, chunks)
-        if not at.warm:
-            at.warm = True
-            self._step(at)
-            return self._drawn_from(parts)
-        timeline = self.decoder.timeline
-        if at.graph is None or (timeline is not None and at.marks is None):
-            self._capture(at)
-        if timeline is not None:
-            timeline.before(at.marks)
-        self.decoder.exchange.comm.at.stage = "graph"
-        at.graph.replay()
-        if timeline is not None:
-            timeline.ran(at.marks)
-        self.replays += 1
+        self._run(at)
         return self._drawn_from(parts)
 
-    def _open(self, lanes: int, tokens: int) -> _Captured:
-        config, engine, device = self.decoder.config, self.engine, self.cache.device
+    def _open(self, lanes: int, tokens: int) -> Captured[list[LaneInputs]]:
+        config, engine = self.decoder.config, self.engine
         shape = PromptShape(
             tokens=tokens,
             sequences=engine.max_requests,
@@ -108,19 +67,21 @@ class PromptGraphs:
             kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
         )
-        batches = [PromptBatch(shape, device) for _ in range(lanes)]
-        arrays = [array for batch in batches for array in self._inputs(batch, lane_arrays((), engine.block_size))]
-        buffer = torch.zeros(buffer_bytes(arrays), dtype=torch.uint8, device=device)
-        tensors, each = views(buffer, arrays), len(arrays) // lanes
-        found = []
-        for n, batch in enumerate(batches):
-            *attention, known_T, row_T, sample_rows = tensors[n * each : (n + 1) * each]
-            batch.take(attention)
-            found.append(_Lane(batch, known_T, row_T, sample_rows))
-        self._captured[lanes, tokens] = _Captured(found, buffer)
-        return self._captured[lanes, tokens]
+        batches = [PromptBatch(shape, self.cache.device) for _ in range(lanes)]
+        arrays = [array for batch in batches for array in self._arrays(batch, lane_arrays((), engine.block_size))]
+        each = len(arrays) // lanes
 
-    def _inputs(self, batch: PromptBatch, lane: LaneArrays) -> list[np.ndarray]:
+        def inputs(views: list[torch.Tensor]) -> list[LaneInputs]:
+            found = []
+            for n, batch in enumerate(batches):
+                *attention, known_T, row_T, sample_rows = views[n * each : (n + 1) * each]
+                batch.take(attention)
+                found.append(LaneInputs(batch, known_T, row_T, sample_rows))
+            return found
+
+        return self._keep((lanes, tokens), arrays, inputs)
+
+    def _arrays(self, batch: PromptBatch, lane: LaneArrays) -> list[np.ndarray]:
         tokens, n = batch.shape.tokens, len(lane.known_T)
         known_T, row_T = np.zeros(tokens, np.int64), np.full(tokens, len(self.last_token) - 1)
         known_T[:n], row_T[:n] = lane.known_T, lane.row_T
@@ -129,17 +90,17 @@ class PromptGraphs:
         attention = batch.arrays(lane.lens_N3, lane.table_NP, lane.position_T, lane.slot_T)
         return [*attention, known_T, row_T, sample_rows]
 
-    def _fill(self, at: _Captured, chunks: list[Chunk]) -> list[int]:
+    def _fill(self, at: Captured[list[LaneInputs]], chunks: list[Chunk]) -> list[int]:
         """The step's inputs on their way; how many tokens each lane draws."""
-        parts = halves(chunks) if len(at.lanes) == 2 else (chunks,)
+        parts = halves(chunks) if len(at.inputs) == 2 else (chunks,)
         lanes = [lane_arrays(part, self.engine.block_size) for part in parts]
-        arrays = [a for at_lane, lane in zip(at.lanes, lanes) for a in self._inputs(at_lane.attention, lane)]
+        arrays = [a for inputs, lane in zip(at.inputs, lanes) for a in self._arrays(inputs.attention, lane)]
         self.staging.refill(at.buffer, arrays)
         return [len(lane.sample_rows) for lane in lanes]
 
-    def _step(self, at: _Captured) -> None:
+    def _step(self, at: Captured[list[LaneInputs]]) -> None:
         batches = []
-        for lane in at.lanes:
+        for lane in at.inputs:
             token_T = lane.known_T.where(lane.known_T >= 0, self.last_token[lane.row_T])
             batches.append(Batch(token_T, lane.attention, lane.sample_rows, lane.attention.slot_T >= 0))
         logits_NV = self.decoder.forward(batches, self.cache, self.observe)
@@ -149,21 +110,6 @@ class PromptGraphs:
         """Logits without those of padding."""
         rows = [self._logits_NV[n * self.draws : n * self.draws + count] for n, count in enumerate(parts)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _capture(self, at: _Captured) -> None:
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        timeline = self.decoder.timeline
-        captured = nullcontext() if timeline is None else timeline.captured()
-        gc.disable()  # freeing another graph meanwhile would spoil this one
-        try:
-            with captured as at.marks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._step(at)
-        finally:
-            gc.enable()
-        at.graph = graph
-        self.captures += 1
 
 
 def halves(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:

@@ -9,8 +9,9 @@ import torch
 
 from epmoe.config import EngineConfig
 from epmoe.engine.agreement import Kind, prompts_in_graphs
+from epmoe.engine.decode_graphs import DecodeGraphs, Ran
 from epmoe.engine.drawing import Logprobs, draw_arrays, logprobs, sample_row
-from epmoe.engine.graphs import DecodeGraphs, Ran
+from epmoe.engine.graphs import Parts
 from epmoe.engine.lane_arrays import lane_arrays
 from epmoe.engine.prompt_graphs import PromptGraphs, halves
 from epmoe.engine.scheduler import Chunk, split_lanes
@@ -46,11 +47,11 @@ class Runner:
         self.last_token = torch.zeros(engine.max_requests + 1, dtype=torch.int64, device=cache.device)
         self.staging = Staging(cache.device)
         self.graphs: DecodeGraphs | None = None
-        if cache.is_cuda and engine.graphs and decoder.exchange.capturable:
-            self.graphs = DecodeGraphs(decoder, cache, engine, observe, self.last_token, self.staging)
         self.prompts: PromptGraphs | None = None
-        if self.graphs is not None and prompts_in_graphs(engine):
-            self.prompts = PromptGraphs(decoder, cache, engine, observe, self.last_token, self.staging)
+        if cache.is_cuda and engine.graphs and decoder.exchange.capturable:
+            parts = Parts(decoder, cache, engine, observe, self.last_token, self.staging)
+            self.graphs = DecodeGraphs(parts)
+            self.prompts = PromptGraphs(parts) if prompts_in_graphs(engine) else None
 
     def launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
         """Start a step of the kind that all ranks agreed on."""

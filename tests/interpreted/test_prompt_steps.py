@@ -11,6 +11,7 @@ from triton import knobs
 
 from epmoe.comm import Comm
 from epmoe.engine.agreement import Kind, padded_size, prompt_sizes
+from epmoe.engine.graphs import Parts
 from epmoe.engine.prompt_graphs import PromptGraphs
 from epmoe.engine.runner import Runner
 from epmoe.engine.staging import views
@@ -27,7 +28,8 @@ def test_lanes_with_padding_give_the_same_logits(tmp_path, monkeypatch):
 
     def both_ways(runner, chunks, kind):
         ran = forward(runner, chunks, kind)
-        static = PromptGraphs(runner.decoder, runner.cache, runner.engine, None, runner.last_token, runner.staging)
+        parts = Parts(runner.decoder, runner.cache, runner.engine, None, runner.last_token, runner.staging)
+        static = PromptGraphs(parts)
         total = sum(chunk.count for chunk in chunks)
         size = padded_size(total, prompt_sizes(runner.engine.max_batch_tokens))
         with monkeypatch.context() as patch:
@@ -37,10 +39,10 @@ def test_lanes_with_padding_give_the_same_logits(tmp_path, monkeypatch):
             for lanes in (1, 2):
                 kind = Kind(lanes, -(-size // lanes), prompt=True)
                 at = static._open(kind.lanes, kind.tokens)
-                parts = static._fill(at, chunks)
+                drawn = static._fill(at, chunks)
                 runner.decoder.exchange.begin_step(kind.tokens)
                 static._step(at)
-                torch.testing.assert_close(static._drawn_from(parts), ran.logits_NV, rtol=0, atol=1e-4)
+                torch.testing.assert_close(static._drawn_from(drawn), ran.logits_NV, rtol=0, atol=1e-4)
                 compared.append((lanes, total, len(ran.logits_NV)))
         return ran
 
