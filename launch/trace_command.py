@@ -71,10 +71,14 @@ def run(args: argparse.Namespace, starting: Starting | None = None) -> int:
         requests = Requests(session, keep_lengths=True)
         progress.phase("recording", total=len(pieces))
         drain.arm()
+        completions = [Completion(None, ids, tokenizer, ()) for ids in pieces]
         started = time.perf_counter()
-        exit_code = run_all(requests, [Completion(None, ids, tokenizer, ()) for ids in pieces], params, progress, drain)
+        exit_code = run_all(requests, completions, params, progress, drain)
         seconds = time.perf_counter() - started
         session.stop()
+    if failed := [each for each in completions if each.finish_reason == "error"]:
+        said = f"{len(failed)} of {len(completions)} sequences have no routing to record: {failed[0].stop_reason}"
+        raise UserError(f"{args.output} is not written: {said}")
     hashed = tokenizer_sha256(engine.model)
     recorded = recording.merge(session.recorded, model.moe_shape, requests.lengths(), hashed)
     if recorded is not None:

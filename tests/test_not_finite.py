@@ -100,3 +100,12 @@ def test_the_api_says_it_in_the_result(damaged):
         (last,) = llm.stream(PROMPTS[1], params)
         assert last.finished and last.outputs[0].finish_reason == "error" and last.outputs[0].token_ids == []
         assert llm.generate(PROMPTS[0], params)[0].outputs == good.outputs
+
+
+def test_no_trace_of_such_a_model(damaged, tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS))
+    argv = ["--model", str(damaged), "--text-file", f"{tmp_path}/text.jsonl", "--split", "lines"]
+    assert main(["trace", *argv, "-o", f"{tmp_path}/t.npz"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "t.npz is not written: 2 of 4 sequences" in line and "finite" in line
+    assert not (tmp_path / "t.npz").exists()
