@@ -293,6 +293,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--ctas", type=int, default=12)
     parser.add_argument("--cluster", type=int, default=1, help="CTAs of the link that sit together")
+    parser.add_argument("--rows", type=int, default=16, help="parts of 2 KB that each of them has in flight")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", default="100,100", help="warm-up and timed milliseconds of each measurement")
     parser.add_argument("--json", type=Path)
@@ -303,9 +304,8 @@ def main() -> int:
     for name in args.shapes.split(","):
         rank = lib.Rank(lib.SHAPES[name], args.emulate_ranks, args.layers, 8 if name.startswith("qwen") else 2)
         for gbps in map(float, args.link_gbps.split(",")):
-            rank.connect(
-                lib.EmulatedExchange(args.emulate_ranks, lib.Link(gbps, args.ctas, args.cluster), rank.shape.hidden)
-            )
+            link = lib.Link(gbps, args.ctas, args.cluster, args.rows)
+            rank.connect(lib.EmulatedExchange(args.emulate_ranks, link, rank.shape.hidden))
             with torch.inference_mode():
                 run_link(rank, args, report)
             if args.json:

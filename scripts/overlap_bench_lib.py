@@ -23,7 +23,7 @@ from epmoe.ops.norm import add_rms_norm
 from epmoe.ops.rotary import rotary_table
 from epmoe.ops.router import RouterRule
 
-BLOCK = 16
+BLOCK = 64  # of the cache, as engines are started on GPUs
 PROMPT = 1024  # tokens of a prompt in a prefill step, cached tokens of a request in a decode step
 DECODE = 256  # up to so many tokens a step is decoding, one token of each request
 DTYPE = torch.bfloat16
@@ -110,11 +110,13 @@ def _move_kernel(rows_ptr, index_ptr, out_ptr, R, D, due_ns, ROWS: tl.constexpr,
 
 @dataclass(frozen=True)
 class Link:
-    """The emulated link: GB/s of what leaves the rank, and the CTAs that move it, in clusters of ``cluster``."""
+    """The emulated link: GB/s of what leaves the rank, and the CTAs that move it, in clusters of ``cluster``, each with
+    ``rows`` parts of 2 KB in flight."""
 
     gbps: float
     ctas: int
     cluster: int = 1
+    rows: int = 16
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,9 @@ class EmulatedExchange:
             due_ns = round(traffic.remote * self.hidden * DTYPE.itemsize / self.link.gbps)
             each = self.link.cluster  # CTAs of a program
             _move_kernel[(self.link.ctas // each,)](
-                rows_ND, index_R, out_RD, R, self.hidden, due_ns, ROWS=16 * each, COLS=1024, num_warps=16, num_ctas=each
-            )
+                rows_ND, index_R, out_RD, R, self.hidden, due_ns,
+                ROWS=self.link.rows * each, COLS=1024, num_warps=16, num_ctas=each,
+            )  # fmt: skip
         return out_RD
 
     def dispatch_begin(self, x_TD, slot_TK, weight_TK, lane: int = 0):
