@@ -46,7 +46,8 @@ class Work:
             of tuned tiles; what is not there is left out.
         rehearse: small layers, for CPU ranks.
         exchange: see ``EngineConfig.exchange``.
-        prefill_tokens, requests: most of a rank and step.
+        prefill_tokens: most of a rank and step.
+        requests: most of a rank; those of the steps under way too, or their successors are not full.
         brief: no tokens are drawn, no stages timed, affinity homes are those of the joint plan only, runs are fewer.
     """
 
@@ -228,8 +229,9 @@ def timed_stages(comm: Comm, work: Work, engine: Engine, homes: np.ndarray) -> d
 
 
 def step_ms(served: Served) -> float:
-    """Median milliseconds of the steps of this rank."""
-    return 1e3 * float(np.median(served.step_seconds))
+    """Median milliseconds of this rank's steps, without those at the end that have little or nothing to do."""
+    seconds = np.array(served.step_seconds)
+    return 1e3 * float(np.median(seconds[seconds >= 0.5 * seconds.max()]))
 
 
 def requests_of(trace: Trace, rounds: int, decode: int) -> list[dict]:
