@@ -29,7 +29,7 @@ class Torchrun:
     restart: int
     agent_store: bool  # torchrun itself keeps the store at the master address
     error_file: str  # where torchrun looks for the error of this rank; empty outside its agent
-    log_dir: str  # this rank's own folder, which torchrun makes
+    log_dir: str  # this rank's own folder, which torchrun makes; empty outside its agent
 
 
 def read_torchrun() -> Torchrun | None:
@@ -46,14 +46,15 @@ def read_torchrun() -> Torchrun | None:
     if not (0 <= local_rank < local_world <= world and local_rank <= rank < world and 0 < port < 1 << 16):
         stated = ", ".join(f"{name} {os.environ[name]}" for name in TORCHRUN if name != "MASTER_ADDR")
         raise UserError(f"torchrun's variables contradict each other: {stated}; start ranks with torchrun")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Torchrun(
         *(rank, world, local_rank, local_world),
         master_addr=os.environ["MASTER_ADDR"],
         master_port=port,
         restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
-        log_dir=str(Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "./error.json")).parent),
+        error_file=error_file,
+        log_dir=str(Path(error_file).parent) if error_file else "",
     )
 
 

@@ -172,6 +172,17 @@ def test_a_rank_that_cannot_write_its_report_prints_it(tmp_path, capsys):
     assert "rank 3: step 0, start: ValueError: broken" in err and "No such file" in err
 
 
+def test_a_rank_without_a_folder_prints_its_report(tmp_path, capsys, monkeypatch):
+    """One of another machine that no torchrun started: nobody would look for a file there."""
+    from epmoe.config import RankInfo
+    from epmoe.engine.worker import write_error
+
+    monkeypatch.chdir(tmp_path)
+    write_error(RankInfo(3, 4, 0, "", "", "", ""), None, ValueError("broken"))
+    assert "rank 3: step 0, start: ValueError: broken" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_torchrun_reads_the_error_of_a_rank(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

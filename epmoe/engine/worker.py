@@ -163,7 +163,7 @@ def receive(requests: zmq.Socket, idle: bool) -> list[dict]:
 
 
 def write_error(info: RankInfo, comm: Comm | None, error: BaseException) -> None:
-    """``error.rank{N}.json`` in the run folder: who, where in the step, what."""
+    """``error.rank{N}.json`` in the run folder: who, where in the step, what; printed where there is no such folder."""
     at = comm.at if comm is not None else None
     record = {
         "rank": info.rank,
@@ -176,14 +176,23 @@ def write_error(info: RankInfo, comm: Comm | None, error: BaseException) -> None
         "time": time.time(),
     }
     message = f"rank {info.rank}: step {record['step']}, {record['stage']}: {record['kind']}: {error}"
+    if unwritten := _save(record, info):  # then the front, or the launcher, shows the last lines of this rank
+        print(f"{record['traceback']}{message}\n({unwritten})", file=sys.stderr, flush=True)
+    if info.error_file:  # in the form of torch.distributed.elastic's error handler
+        extra = {"py_callstack": record["traceback"], "timestamp": str(int(record["time"]))}
+        report = {"message": {"message": message, "extraInfo": extra}}
+        Path(info.error_file).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _save(record: dict, info: RankInfo) -> str:
+    """Write the file; why it is not there, or nothing."""
+    if not info.run_dir:
+        return "on another machine than rank 0"
     path = Path(info.run_dir) / f"error.rank{info.rank}.json"
     partial = path.with_suffix(".partial")
     try:
         partial.write_text(json.dumps(record), encoding="utf-8")
         partial.rename(path)
-    except OSError as unwritten:  # a full disk, say: the front shows the last lines of a rank that left no file
-        print(f"{record['traceback']}{message}\n(not in {path}: {unwritten.strerror})", file=sys.stderr, flush=True)
-    if info.error_file:  # in the form of torch.distributed.elastic's error handler
-        extra = {"py_callstack": record["traceback"], "timestamp": str(int(record["time"]))}
-        report = {"message": {"message": message, "extraInfo": extra}}
-        Path(info.error_file).write_text(json.dumps(report), encoding="utf-8")
+    except OSError as error:  # a full disk, say
+        return f"not in {path}: {error.strerror}"
+    return ""
