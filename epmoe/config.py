@@ -183,8 +183,8 @@ class RankInfo:
     """Who a rank is and whom it talks to; made by ``launch`` from the environment or the spawner.
 
     ``init_method``: rendezvous of the process group (``file://`` or ``tcp://``).  ``requests_addr``: where rank 0
-    pulls requests; ``outputs_addr``: where every rank pushes outputs.  ``run_dir``: folder for error files (empty: printed).
-    ``error_file``: torchrun's, filled too when the rank fails.
+    pulls requests; ``outputs_addr``: where every rank pushes outputs.  ``run_dir``: folder for error files; where it is
+    empty they are printed.  ``error_file``: torchrun's, filled too when the rank fails.
     """
 
     rank: int
