@@ -69,8 +69,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--move-price", type=inputs.positive_or_zero, default=0.0, metavar="P", help="cost of a move, in the objective"
     )
     inputs.add_cost_arguments(parser)
-    help_ = "write the plan (epmoe-plan/1; see convert)"
-    parser.add_argument("-o", "--output", type=inputs.file_name, metavar="PLAN", help=help_)
+    parser.add_argument(
+        "-o", "--output", type=inputs.file_name, metavar="PLAN", help="write the plan (epmoe-plan/1; see convert)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write status, bound, gap, history and figures ('-': stdout)")
     parser.set_defaults(run=run)
 
