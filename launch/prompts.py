@@ -36,7 +36,7 @@ def read_prompts(path: str) -> list[Prompt]:
     lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"prompt file {path} holds no prompt; give one a line")
-    if path.endswith(".jsonl") or _is_object(lines[0][1]):
+    if path.endswith((".jsonl", ".json")) or _is_object(lines[0][1]):
         return [_from_json(where, line) for where, line in lines]
     return [Prompt(line.rstrip("\r"), None, where) for where, line in lines]
 
@@ -53,7 +53,7 @@ def _from_json(where: str, line: str) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); give an object with prompt or prompt_token_ids") from None
+        raise UserError(f"{where} is not JSON ({error}); give an object with prompt or prompt_token_ids a line") from None
     if not isinstance(value, dict) or sum(key in value for key in KEYS) != 1:
         raise UserError(f"{where}: give an object with either prompt or prompt_token_ids")
     if "prompt" in value:

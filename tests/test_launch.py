@@ -28,7 +28,7 @@ from launch.detokenize import Detokenizer
 from launch.failure import read_error_files
 from launch.front import Front
 from launch.plans import choose_plan
-from launch.prompts import Prompt, read_prompts, require_writable
+from launch.prompts import Prompt, read_prompts, require_writable, write_results
 from launch.report import served_LW
 from launch.tokenizer import encode, load_tokenizer
 from placement.cost import evaluate
@@ -346,6 +346,13 @@ def test_prompt_files(tmp_path):
     (tmp_path / "ids.txt").write_text('{"prompt_token_ids": [1, 2]}\n{"prompt": "x\\ny"}', encoding="utf-8")
     ids, text = read_prompts(str(tmp_path / "ids.txt"))
     assert (ids.token_ids, ids.text) == ((1, 2), None) and (text.token_ids, text.text) == (None, "x\ny")
+
+
+def test_a_list_of_results_is_no_text(tmp_path):
+    """As ``--json`` writes it: its lines are no prompts."""
+    assert write_results(str(tmp_path / "r.json"), [{"prompt": "the"}]) is None
+    with pytest.raises(UserError, match="r.json, line 1 is not JSON .* a line"):
+        read_prompts(str(tmp_path / "r.json"))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
