@@ -53,7 +53,7 @@ def _from_json(where: str, line: str) -> Prompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); give an object with prompt or prompt_token_ids a line") from None
+        raise UserError(f"{where} is not JSON ({error}); a line is an object with prompt or prompt_token_ids") from None
     if not isinstance(value, dict) or sum(key in value for key in KEYS) != 1:
         raise UserError(f"{where}: give an object with either prompt or prompt_token_ids")
     if "prompt" in value:

@@ -351,7 +351,7 @@ def test_prompt_files(tmp_path):
 def test_a_list_of_results_is_no_text(tmp_path):
     """As ``--json`` writes it: its lines are no prompts."""
     assert write_results(str(tmp_path / "r.json"), [{"prompt": "the"}]) is None
-    with pytest.raises(UserError, match="r.json, line 1 is not JSON .* a line"):
+    with pytest.raises(UserError, match="r.json, line 1 is not JSON .* a line is an object"):
         read_prompts(str(tmp_path / "r.json"))
 
 
