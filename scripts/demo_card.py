@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from math import prod
 
-TITLES = {"english": "English manuals", "german": "German manuals", "french": "French manuals",
-          "python": "Python source", "c": "C source", "go": "Go source"}
+TITLES = {
+    "english": "English manuals",
+    "german": "German manuals",
+    "french": "French manuals",
+    "python": "Python source",
+    "c": "C source",
+    "go": "Go source",
+}
 
 
 def card(metrics: dict, samples: dict[str, str], manifest: dict) -> str:
     """Markdown: what it is, losses, data and licences, cost, samples, limits."""
     recipe, cost = metrics["recipe"], metrics["cost"]
     shape = recipe["shape"]
-    return f"""# {metrics['name']}: the model that ships with epmoe
+    return f"""# {metrics["name"]}: the model that ships with epmoe
 
 A mixture-of-experts language model small enough to live in the package, for the demo and the tests. Hugging Face
-Qwen3-MoE format, bfloat16: {shape['layers']} layers, {shape['experts']} experts of width {shape['expert_hidden']}, \
-top-{shape['top_k']}, hidden size {shape['hidden']},
-{shape['heads']} heads and {shape['kv_heads']} of keys and values, tied embeddings, {parameters(shape) / 1e6:.2f} \
+Qwen3-MoE format, bfloat16: {shape["layers"]} layers, {shape["experts"]} experts of width {shape["expert_hidden"]}, \
+top-{shape["top_k"]}, hidden size {shape["hidden"]},
+{shape["heads"]} heads and {shape["kv_heads"]} of keys and values, tied embeddings, {parameters(shape) / 1e6:.2f} \
 million parameters, a byte-level BPE tokenizer of
-{shape['vocab']} tokens, contexts of up to {shape['context']} tokens.
+{shape["vocab"]} tokens, contexts of up to {shape["context"]} tokens.
 
 It has learned the look of manuals in three languages and of code in three, nothing more: it knows no facts, follows no
 instructions, and what it writes is not to be relied on.
@@ -27,25 +33,25 @@ instructions, and what it writes is not to be relied on.
 ## Held-out loss
 
 Nats per token on documents that were not trained on ({heldout(metrics)} tokens, split by document, without near
-copies), measured with transformers on the shipped bfloat16 weights over windows of {shape['context']} tokens.
+copies), measured with transformers on the shipped bfloat16 weights over windows of {shape["context"]} tokens.
 *Unigram* and *bigram* are entropies of the held-out text's own counts: the least that any table of single tokens, or of
 pairs, could reach on that very text. *Bigram, trained* is a table of pairs counted on the training text, with
 Witten-Bell smoothing.
 
 | domain | loss | bigram | bigram, trained | unigram | bits per byte | held-out tokens | training tokens |
 |---|---|---|---|---|---|---|---|
-{rows(metrics['domains'])}
+{rows(metrics["domains"])}
 
-Float32 logits agree with transformers' to {metrics['max_logit_difference']:.0e} of the largest.
+Float32 logits agree with transformers' to {metrics["max_logit_difference"]:.0e} of the largest.
 
 ## Training
 
-`scripts/train_demo_model.py` on the corpus of `scripts/demo_corpus.py`: {recipe['steps']} steps of {recipe['batch']}
-sequences of {shape['context']} tokens ({cost['tokens'] / 1e6:.0f} million tokens), {cost['seconds']:.0f} s on one
-{cost['device']}, torch {cost['torch']}. Muon for the matrices in the layers, AdamW for the rest, learning rate
-{recipe['lr']} with linear warm-up and decay, bfloat16 autocast, seed {recipe['seed']}. Routing is the project's own in
+`scripts/train_demo_model.py` on the corpus of `scripts/demo_corpus.py`: {recipe["steps"]} steps of {recipe["batch"]}
+sequences of {shape["context"]} tokens ({cost["tokens"] / 1e6:.0f} million tokens), {cost["seconds"]:.0f} s on one
+{cost["device"]}, torch {cost["torch"]}. Muon for the matrices in the layers, AdamW for the rest, learning rate
+{recipe["lr"]} with linear warm-up and decay, bfloat16 autocast, seed {recipe["seed"]}. Routing is the project's own in
 its training form (`epmoe/moe/router_training.py`), with the load-balancing loss of Switch Transformers and GShard at
-{recipe['balance']}, noisy gating {'on' if shape['noise'] else 'off'}.
+{recipe["balance"]}, noisy gating {"on" if shape["noise"] else "off"}.
 
 ## Data and licences
 

@@ -69,10 +69,20 @@ def prose(domain: str, code: str, handbook: str) -> list[Source]:
         Source(domain, (f"debian-edu-doc-{code}",), r"/debian-edu-bookworm-manual\.html$", "html", GPL2),
         Source(domain, (f"developers-reference{suffix}",), r"/(?!developers-reference)[\w-]+\.html$", "html", "GPL-2"),
         Source(domain, ("installation-guide-amd64",), rf"/{code}/(ch|ap)\w+\.html$", "html", "GPL-2"),
-        Source(domain, (f"debian-faq{suffix}",), rf"/FAQ/({code}/)?(?!index)[\w.-]+\.html$", "html",
-               "its own copyleft notice"),
-        Source(domain, (f"lilypond-doc-html{suffix}",), rf"/(learning|usage|notation|essay)/[^.]*{lily}\.html$", "html",
-               "GFDL-1.3+"),
+        Source(
+            domain,
+            (f"debian-faq{suffix}",),
+            rf"/FAQ/({code}/)?(?!index)[\w.-]+\.html$",
+            "html",
+            "its own copyleft notice",
+        ),
+        Source(
+            domain,
+            (f"lilypond-doc-html{suffix}",),
+            rf"/(learning|usage|notation|essay)/[^.]*{lily}\.html$",
+            "html",
+            "GFDL-1.3+",
+        ),
     ]
 
 
@@ -84,11 +94,17 @@ SOURCES = [
     Source("french", ("manpages-fr",), r"/man/fr/man\d/.*\.gz$", "man", MAN),
     Source("english", ("manpages",), r"/man/man\d/.*\.gz$", "man", "the licences of the pages"),
     Source("english", ("manpages-dev",), r"/man/man\d/.*\.gz$", "man", "the licences of the pages"),
-    Source("english", ("postgresql-doc-15", "postgresql-doc-17"), r"/html/(?!bookindex)[\w-]+\.html$", "html",
-           "PostgreSQL"),
+    Source(
+        "english", ("postgresql-doc-15", "postgresql-doc-17"), r"/html/(?!bookindex)[\w-]+\.html$", "html", "PostgreSQL"
+    ),
     Source("english", ("git-doc",), r"/git-doc/[\w/-]+\.html$", "html", "GPL-2"),
-    Source("english", ("python3.11-doc", "python3.13-doc"), r"/html/(library|howto|tutorial|faq|reference)/.*\.html$",
-           "html", "PSF-2.0"),
+    Source(
+        "english",
+        ("python3.11-doc", "python3.13-doc"),
+        r"/html/(library|howto|tutorial|faq|reference)/.*\.html$",
+        "html",
+        "PSF-2.0",
+    ),
     *(
         Source("python", names, r"^(?!.*/tests?/).*/(?!test_)[^/]*\.py$", "source", license)
         for names, license in (
@@ -107,8 +123,9 @@ SOURCES = [
     ),
     Source("c", ("glibc-source",), r"^(?!.*/(localedata|tests?)/).*/(?!tst-|test-)[^/]*\.[ch]$", "source", "LGPL-2.1+"),
     Source("c", ("newlib-source",), r"/(newlib|libgloss)/.*\.[ch]$", "source", "BSD-3-Clause and the like"),
-    Source("go", ("golang-1.19-src", "golang-1.24-src"), r"/src/(?!.*testdata).*(?<!_test)\.go$", "source",
-           "BSD-3-Clause"),
+    Source(
+        "go", ("golang-1.19-src", "golang-1.24-src"), r"/src/(?!.*testdata).*(?<!_test)\.go$", "source", "BSD-3-Clause"
+    ),
 ]
 
 EXTRACT = {"html": html_text, "man": man_text, "source": source_text}
@@ -136,10 +153,14 @@ def main() -> None:
             (out / f"{name}.txt.xz").write_bytes(packed)
             print(f"{name:18} {len(text.encode()) / 1e6:6.1f} MB, {len(packed) / 1e6:5.1f} MB compressed", flush=True)
     manifest = {
-        "packages": {name: {"version": version, "license": sources[0].license}
-                     for (name, version), sources in zip(map(package, by_deb), by_deb.values())},
-        "files": {name: {"bytes": len(text.encode()), "documents": text.count("\0") + 1, "sha256": sha256(text)}
-                  for name, text in parts.items()},
+        "packages": {
+            name: {"version": version, "license": sources[0].license}
+            for (name, version), sources in zip(map(package, by_deb), by_deb.values())
+        },
+        "files": {
+            name: {"bytes": len(text.encode()), "documents": text.count("\0") + 1, "sha256": sha256(text)}
+            for name, text in parts.items()
+        },
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
@@ -154,8 +175,12 @@ def fetch(names: tuple[str, ...], folder: Path) -> Path:
     """The package file of the first of ``names`` that is there or can be fetched."""
     for name in names:
         if not list(folder.glob(f"{name}_*.deb")):
-            subprocess.run(["apt-get", "download", "-qq", "-oAPT::Sandbox::User=root", name], cwd=folder, check=False,
-                           stderr=subprocess.DEVNULL)
+            subprocess.run(
+                ["apt-get", "download", "-qq", "-oAPT::Sandbox::User=root", name],
+                cwd=folder,
+                check=False,
+                stderr=subprocess.DEVNULL,
+            )
         if found := sorted(folder.glob(f"{name}_*.deb")):
             return found[-1]
     sys.exit(f"none of {', '.join(names)} could be fetched; run apt-get update, or use the Debian release of the card")

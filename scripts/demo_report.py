@@ -58,8 +58,10 @@ def publish(made: Made, args: argparse.Namespace) -> bool:
         domains[domain] = {
             "loss": round(loss, 4),
             "bits_per_byte": round(loss * predicted / math.log(2) / text_bytes, 4),
-            **{key: round(value, 4) for key, value in
-               entropies(made.train[domain], tokens, made.net.shape.vocab).items()},
+            **{
+                key: round(value, 4)
+                for key, value in entropies(made.train[domain], tokens, made.net.shape.vocab).items()
+            },
             "heldout_tokens": len(tokens),
             "train_tokens": len(made.train[domain]),
         }
@@ -81,8 +83,13 @@ def write_checkpoint(made: Made, out: Path) -> None:
     (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(hf_config(made.net.shape), indent=1) + "\n")
     made.tokenizer.save(str(out / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": END,
-                "model_max_length": made.net.shape.context, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END,
+        "model_max_length": made.net.shape.context,
+        "clean_up_tokenization_spaces": False,
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
@@ -94,8 +101,9 @@ def parity(made: Made, out: Path) -> float:
     """
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     ours = DemoNet(made.net.shape, 0).eval()
-    ours.load_state_dict({name: tensor.bfloat16().float().cpu() for name, tensor in made.net.state_dict().items()},
-                         strict=False)
+    ours.load_state_dict(
+        {name: tensor.bfloat16().float().cpu() for name, tensor in made.net.state_dict().items()}, strict=False
+    )
     length = min(256, made.net.shape.context)
     token_BS = torch.stack([torch.from_numpy(tokens[:length].astype(np.int64)) for tokens in made.heldout.values()])
     expected = theirs(token_BS).logits
@@ -147,8 +155,12 @@ def continuation(model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, new_
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     torch.manual_seed(0)
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "pad_token_id": 0}
-    made = model.generate(torch.tensor([ids], device=model.device), max_length=None,
-                          max_new_tokens=min(new_tokens, model.config.max_position_embeddings - len(ids)), **options)
+    made = model.generate(
+        torch.tensor([ids], device=model.device),
+        max_length=None,
+        max_new_tokens=min(new_tokens, model.config.max_position_embeddings - len(ids)),
+        **options,
+    )
     return tokenizer.decode(made[0].tolist())
 
 

@@ -71,9 +71,28 @@ def html_text(data: bytes, path: str) -> str:
 
 FONT = re.compile(r"\\f(?:\[[^\]]*\]|\(..|.)|\\s[+-]?\d|\\[&|/,^:]|\\m\[[^\]]*\]")
 GLYPH = {
-    r"\-": "-", r"\(aq": "'", r"\(bu": "*", r"\(dq": '"', r"\(em": "--", r"\(en": "-", r"\e": "\\", r"\ ": " ",
-    r"\~": " ", r"\(co": "(c)", r"\(lq": '"', r"\(rq": '"', r"\(cq": "'", r"\(oq": "'", r"\(ti": "~", r"\(ha": "^",
-    r"\(rs": "\\", r"\(Fo": "«", r"\(Fc": "»", r"\(bv": "|", r"\(mu": "×", r"\0": " ",
+    r"\-": "-",
+    r"\(aq": "'",
+    r"\(bu": "*",
+    r"\(dq": '"',
+    r"\(em": "--",
+    r"\(en": "-",
+    r"\e": "\\",
+    r"\ ": " ",
+    r"\~": " ",
+    r"\(co": "(c)",
+    r"\(lq": '"',
+    r"\(rq": '"',
+    r"\(cq": "'",
+    r"\(oq": "'",
+    r"\(ti": "~",
+    r"\(ha": "^",
+    r"\(rs": "\\",
+    r"\(Fo": "«",
+    r"\(Fc": "»",
+    r"\(bv": "|",
+    r"\(mu": "×",
+    r"\0": " ",
 }
 TEXT_MACROS = frozenset({"B", "I", "BR", "RB", "IR", "RI", "BI", "IB", "SM", "SB", "SH", "SS", "IP", "TQ"})
 
@@ -82,7 +101,7 @@ def man_text(data: bytes, path: str) -> str:
     """Running text of a manual page in man macros; pages that only point to another give an empty text."""
     lines = []
     for raw in gzip.decompress(data).decode("utf-8", "replace").split("\n"):
-        if raw.startswith((".\\\"", "'\\\"", ".so ")):
+        if raw.startswith(('.\\"', "'\\\"", ".so ")):
             continue
         line = _unescape(raw)
         if not raw.startswith((".", "'")):
@@ -112,10 +131,13 @@ def source_text(data: bytes, path: str) -> str:
         text = data.decode("utf-8").replace("\r\n", "\n").replace("\f", "")
     except UnicodeDecodeError:
         return ""
-    head = re.match(r"(?:#!.*\n|\s*\n)*(?:/\*.*?\*/\s*|(?:(?://|#)(?! *include| *if| *define).*\n)+\s*)+", text, re.S) \
-        if path.endswith((".c", ".h")) else re.match(r"(?:#!.*\n|\s*\n)*(?:(?://|#).*\n)+\s*", text)
+    head = (
+        re.match(r"(?:#!.*\n|\s*\n)*(?:/\*.*?\*/\s*|(?:(?://|#)(?! *include| *if| *define).*\n)+\s*)+", text, re.S)
+        if path.endswith((".c", ".h"))
+        else re.match(r"(?:#!.*\n|\s*\n)*(?:(?://|#).*\n)+\s*", text)
+    )
     if head and re.search(r"copyright|licen[sc]e|author", head[0], re.I):
-        text = text[head.end():]
+        text = text[head.end() :]
     digits = sum(map(text.count, "0123456789"))
     longest = max(map(len, text.split("\n")), default=0)
     return "" if digits > 0.12 * len(text) or longest > 400 or "\0" in text else text.strip("\n") + "\n"

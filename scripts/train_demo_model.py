@@ -53,15 +53,22 @@ def main() -> None:
     recipe = recipe_of(args)
     tokenizer = load_tokenizer(args.corpus, args.work, recipe.shape.vocab)
     began = time.time()
-    train, heldout = ([token_stream(args.corpus, domain, part, tokenizer, args.work) for domain in SHARES]
-                      for part in ("train", "heldout"))
+    train, heldout = (
+        [token_stream(args.corpus, domain, part, tokenizer, args.work) for domain in SHARES]
+        for part in ("train", "heldout")
+    )
     report("tokens", {name: [len(a), len(b)] for name, a, b in zip(SHARES, train, heldout)}, began)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then repeats its sums
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     net = DemoNet(recipe.shape, recipe.seed).to(args.device)
-    made = Made(net, tokenizer, dict(zip(SHARES, train)), dict(zip(SHARES, heldout)),
-                {"recipe": asdict(recipe), "cost": fit(net, train, recipe, args)})
+    made = Made(
+        net,
+        tokenizer,
+        dict(zip(SHARES, train)),
+        dict(zip(SHARES, heldout)),
+        {"recipe": asdict(recipe), "cost": fit(net, train, recipe, args)},
+    )
     if not publish(made, args):
         sys.exit(1)
 
@@ -90,8 +97,18 @@ def parse() -> argparse.Namespace:
 def recipe_of(args: argparse.Namespace) -> Recipe:
     shape = Shape(noise=args.noise)
     if args.tiny:
-        shape = Shape(512, 32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, expert_hidden=16, context=64,
-                      noise=args.noise)
+        shape = Shape(
+            512,
+            32,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            head_dim=16,
+            experts=4,
+            expert_hidden=16,
+            context=64,
+            noise=args.noise,
+        )
     warmup = min(100, max(1, args.steps // 10))
     return Recipe(shape, args.steps, args.batch, args.micro_batch, args.lr, warmup, seed=args.seed)
 
@@ -145,8 +162,13 @@ def fit(net: DemoNet, train: list[np.ndarray], recipe: Recipe, args: argparse.Na
 
 
 def save(net, steppers, recipe: Recipe, step: int, spent: float, args: argparse.Namespace) -> None:
-    state = {"recipe": asdict(recipe), "step": step, "spent": spent, "net": net.state_dict(),
-             "steppers": [stepper.state_dict() for stepper in steppers]}
+    state = {
+        "recipe": asdict(recipe),
+        "step": step,
+        "spent": spent,
+        "net": net.state_dict(),
+        "steppers": [stepper.state_dict() for stepper in steppers],
+    }
     torch.save(state, args.work / "state.pt.part")
     (args.work / "state.pt.part").replace(args.work / "state.pt")
 
