@@ -13,6 +13,9 @@ from tokenizers import Tokenizer
 
 from epmoe.checkpoint import load_weights
 from epmoe.comm import Comm
+from epmoe.config import EngineConfig
+from epmoe.engine import runner
+from epmoe.engine.engine import Engine
 from epmoe.model_config import ModelConfig
 from placement.plan import plan_from_ranks
 from placement.trace import load_trace
@@ -107,6 +110,39 @@ def test_samples_are_those_of_the_cpu(checkpoints, graphs):
 def test_host_runs_ahead_and_behind_alike(checkpoints):
     settled = run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=False)
     assert run(checkpoints["qwen3_moe"], "cuda", Script(requests()), async_steps=True).tokens == settled.tokens
+
+
+def test_a_decode_step_waits_for_nothing_but_its_tokens(checkpoints, monkeypatch):
+    """One copy to the host a step, and no call that waits for the device besides."""
+    copies = []
+
+    class Counted(runner.HostCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            copies.append(tuple(tensor.shape))
+            super().__init__(tensor)
+
+    monkeypatch.setattr(runner, "HostCopy", Counted)
+    sizes = {"max_model_len": 256, "num_blocks": 128, "max_requests": 8, "capture_at_start": True}
+    engine = Engine(
+        EngineConfig(model=checkpoints["qwen3_moe"], device="cuda", **sizes), Comm(0, 1, torch.device("cuda"))
+    )
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0.7, "top_p": 0.9}]
+    engine.step(
+        [
+            {"op": "add", "id": i, "prompt": prompt, "params": {"max_tokens": NEW, "ignore_eos": True, **kinds[i % 3]}}
+            for i, prompt in enumerate(PROMPTS)
+        ]
+    )
+    for _ in range(4):
+        engine.step([])
+    copies.clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [engine.step([]) for _ in range(8)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(each) for each in outputs] == [len(PROMPTS)] * 8
+    assert copies == [(len(PROMPTS),)] * 8
 
 
 @pytest.mark.parametrize("graphs", [False, True])
