@@ -91,13 +91,21 @@ def test_deterministic_mode_has_one_tile():
         assert (choice.rows, choice.gate_up, choice.down, choice.vector) == (PINNED_ROWS, PINNED, PINNED, None)
 
 
-def test_a_single_row_fills_whole_rounds():
-    assert vector_tiles(2048, 768, 132)[1] == (8, 1024, 8)
-    assert vector_tiles(4096, 1536, 132)[1] == vector_tiles(5120, 1536, 132)[1] == (8, 512, 4)
-    for uneven in (1536, 2880, 3584):  # 1.5, 2.7 and 3.4 programs of 8 columns on an SM
-        assert vector_tiles(uneven, 2048, 132)[1] == (2, 1024, 2)
-    assert vector_tiles(7168, 2048, 132)[1] == (4, 1024, 4)
-    assert vector_tiles(6144, 16384, 132)[1] == (2, 2048, 4)
+@pytest.mark.parametrize(
+    ("hidden", "features", "gate_up", "down"),
+    [
+        (2048, 768, (2, 1024, 2), (8, 1024, 8)),  # 1.9 programs of 8 columns an SM
+        (4096, 1536, (2, 1024, 2), (8, 512, 4)),
+        (5120, 1536, (2, 1024, 2), (8, 512, 4)),
+        (2880, 2880, (2, 1024, 2), (2, 1024, 2)),  # 2.7
+        (1536, 512, (8, 512, 4), (2, 1024, 2)),  # 1.5; a second step of 1024 would be half empty
+        (3584, 2560, (8, 512, 4), (8, 512, 4)),  # 3.4
+        (7168, 2048, (2, 1024, 2), (4, 1024, 4)),
+        (6144, 16384, (2, 1024, 2), (2, 2048, 4)),
+    ],
+)
+def test_tiles_of_a_single_row(hidden, features, gate_up, down):
+    assert vector_tiles(hidden, features, 132) == (gate_up, down)
 
 
 def test_choices_are_near_the_fastest_that_was_measured():
