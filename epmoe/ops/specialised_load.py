@@ -56,7 +56,7 @@ def _rows(a, row_ptr, first, stop, width, ROWS: gl.constexpr, DEPTH: gl.constexp
 def _gather(a, w_desc, row_ptr, bufs, barriers, step, at_tile, width, TAIL: gl.constexpr):
     """A tile of the first GEMM: weights by TMA, rows by four warps; rows beyond the block's pairs are zeros."""
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
-    full, empty, loaded = barriers
+    full, empty = barriers
     first, stop, weight_row = at_tile
     STAGES: gl.constexpr = a_bufs.shape[0]
     ROWS: gl.constexpr = a_bufs.shape[1]
@@ -90,7 +90,7 @@ def _gather(a, w_desc, row_ptr, bufs, barriers, step, at_tile, width, TAIL: gl.c
 def _fetch(a, t_desc, w_desc, bufs, barriers, step, at_tile, width, TAIL: gl.constexpr):
     """A tile of the second GEMM, all by TMA: rows beyond the block's pairs are the next block's, or garbage."""
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
-    full, empty, loaded = barriers
+    full, empty = barriers
     first, stop, weight_row = at_tile
     STAGES: gl.constexpr = a_bufs.shape[0]
     ROWS: gl.constexpr = a_bufs.shape[1]
@@ -143,4 +143,3 @@ def load(
             step = _gather(a, w_desc, row_ptr, bufs, barriers, step, at_tile, width, TAIL)
         else:
             step = _fetch(a, t_desc, w_desc, bufs, barriers, step, at_tile, width, TAIL)
-    async_copy.mbarrier_arrive(barriers[2], increment_count=False)  # each thread by itself

@@ -33,7 +33,7 @@ def _accumulate(
     One step's products stay in flight while the next buffer is awaited.
     """
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
-    full, empty, loaded = barriers
+    full, empty = barriers
     STAGES: gl.constexpr = a_bufs.shape[0]
     COLS: gl.constexpr = w_bufs.shape[1]
     if WHOLE:
@@ -184,7 +184,7 @@ def multiply(
 ):
     """One of the two multiplying warpgroups."""
     a_bufs, t_bufs, w_bufs, out_bufs = bufs
-    full, empty, loaded = barriers
+    full, empty = barriers
     ROWS: gl.constexpr = a_bufs.shape[1]
     GATHERED: gl.constexpr = ACT is not None
     buf = out_bufs.index(HALF)
@@ -210,4 +210,3 @@ def multiply(
                 _finish_tail(tail, out, buf, first, stop, n, out_width, ACT, HALF)
     if ACT is None:
         tma.store_wait(0)
-    mbarrier.wait(loaded, 0)
