@@ -5,14 +5,14 @@
     compute-sanitizer --tool racecheck scripts/racecheck_handover.py partial    hundreds, of the compiler's hand-over
     compute-sanitizer --tool racecheck scripts/racecheck_handover.py inside     hundreds, of its end
 
-`warp_specialize` hands work to the other warps through shared memory: the first four warps write a byte of state
-for each warp, and values that are captured; all warps of the block meet at ``barrier.sync 1``; the others read.  At the
-kernel's end the same hand-over sends them home.  The first two kernels do just that.  ``partial`` has, before it, barriers
-among the first four warps (``bar.sync 0, 128``) while the others already wait at barrier 1: then racecheck (2025.3.1, H200)
-takes the reads for unordered, though no access and no barrier of the hand-over has changed.  ``inside`` has such barriers
-in the region, while the others wait at an mbarrier, and is reported at its end.  Initialising mbarriers, loads behind one
-thread and storing results compile to such barriers: a kernel is reported unless it keeps them away from the hand-over, as
-epmoe/ops/specialised_gemm.py does for most.
+`warp_specialize` hands work to the other warps through shared memory: the first four warps write a byte of state for
+each warp, and values that are captured; all warps of the block meet at ``barrier.sync 1``; the others read. At the
+kernel's end the same hand-over sends them home. The first two kernels do just that. ``partial`` has, before it,
+barriers among the first four warps (``bar.sync 0, 128``) while the others already wait at barrier 1: then racecheck
+(2025.3.1, H200) takes the reads for unordered, though no access and no barrier of the hand-over has changed.
+``inside`` has such barriers in the region, while the others wait at an mbarrier, and is reported at its end.
+Initialising mbarriers, loads behind one thread and storing results compile to such barriers: a kernel is reported
+unless it keeps them away from the hand-over, as epmoe/ops/specialised_gemm.py does for most.
 """
 
 from __future__ import annotations
