@@ -92,20 +92,21 @@ def test_deterministic_mode_has_one_tile():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "features", "gate_up", "down"),
+    ("hidden", "features", "down"),
     [
-        (2048, 768, (2, 1024, 2), (8, 1024, 8)),  # 1.9 programs of 8 columns an SM
-        (4096, 1536, (2, 1024, 2), (8, 512, 4)),
-        (5120, 1536, (2, 1024, 2), (8, 512, 4)),
-        (2880, 2880, (2, 1024, 2), (2, 1024, 2)),  # 2.7
-        (1536, 512, (8, 512, 4), (2, 1024, 2)),  # 1.5; a second step of 1024 would be half empty
-        (3584, 2560, (8, 512, 4), (8, 512, 4)),  # 3.4
-        (7168, 2048, (2, 1024, 2), (4, 1024, 4)),
-        (6144, 16384, (2, 1024, 2), (2, 2048, 4)),
+        (1536, 512, (2, 1024, 2)),  # 1.5 programs of 8 columns an SM
+        (1792, 4864, (8, 1024, 8)),  # 1.7
+        (2048, 768, (8, 1024, 8)),  # 1.9
+        (2880, 2880, (2, 1024, 2)),  # 2.7
+        (3072, 8192, (2, 1024, 2)),  # 2.9
+        (3584, 2560, (8, 512, 4)),  # 3.4
+        (5120, 1536, (8, 512, 4)),  # 4.8
+        (7168, 2048, (4, 1024, 4)),
+        (6144, 16384, (2, 2048, 4)),
     ],
 )
-def test_tiles_of_a_single_row(hidden, features, gate_up, down):
-    assert vector_tiles(hidden, features, 132) == (gate_up, down)
+def test_tiles_of_a_single_row(hidden, features, down):
+    assert vector_tiles(hidden, features, 132) == ((2, 1024, 2), down)
 
 
 def test_choices_are_near_the_fastest_that_was_measured():

@@ -47,7 +47,6 @@ BLOCKED_64 = TileConfig(cols=256, depth=64, warps=8, stages=4, flatten=True)
 BLOCKED_128 = TileConfig(cols=256, depth=64, warps=8, stages=3, flatten=True)
 SPECIALISED = TileConfig(cols=256, depth=64, warps=12, stages=4, specialised=True)
 TAIL = 32
-BEYOND = 1.08
 
 # Block rows, tail, tiles; then of gate_up and of down: TFLOP/s, us of a tile besides, TB/s.
 FORMS = (
@@ -92,14 +91,15 @@ def _fastest(layer: Layer, specialised: bool) -> tuple[tuple[int, int], TileConf
 def vector_tiles(hidden: int, features: int, sms: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """(cols, depth, warps) of both vector kernels.
 
-    The first: a depth of 1024, unless much of its last step would lie beyond ``hidden``.  The second has as many
-    programs as ``hidden`` has columns for them, and an SM holds two of 8 warps or five of 4: larger tiles where these
-    make one round with enough loads in flight, nearly two or three programs an SM; small ones elsewhere.
+    The second one has as many programs as ``hidden`` has columns for them, and an SM holds two of 8 warps or five of 4:
+    larger tiles where these make one round with enough loads in flight, nearly two programs an SM or more than three;
+    small ones elsewhere.
     """
-    gate_up = (2, 1024, 2) if ceil(hidden / 1024) * 1024 <= BEYOND * hidden else (8, 512, 4)
     per_sm = ceil(hidden / 8) / sms
     if per_sm > 5:
-        return gate_up, (4, 1024, 4) if features <= 2048 else (2, 2048, 4)
-    if per_sm > 2.9:
-        return gate_up, (8, 512, 4)
-    return gate_up, (8, 1024, 8) if 1.8 < per_sm <= 2 else (2, 1024, 2)
+        down = (4, 1024, 4) if features <= 2048 else (2, 2048, 4)
+    elif per_sm > 3.2:
+        down = (8, 512, 4)
+    else:
+        down = (8, 1024, 8) if 1.65 < per_sm <= 2 else (2, 1024, 2)
+    return (2, 1024, 2), down
