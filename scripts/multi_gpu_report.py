@@ -224,7 +224,7 @@ def exchanges(comm: Comm, save: Callable, seconds: float, names: list[str], smal
 def model_work(args: argparse.Namespace) -> Work:
     train, held = recorded(args)
     small = args.rehearse
-    prefill, requests = (args.prefill_tokens or 64, 8) if small else (args.prefill_tokens or 16384, 384)
+    prefill, requests = (args.prefill_tokens or 64, 8) if small else (args.prefill_tokens or 16384, 640)
     calibration = nominal(ModelConfig.from_folder(model_folder(train, small)), prefill * args.ranks, small)
     plans = {name: plan_of(args, name, train, calibration) for name in METHODS}
     plans = {name: plan for name, plan in plans.items() if plan is not None}
