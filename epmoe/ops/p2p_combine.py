@@ -144,7 +144,7 @@ def combine_put(
         C=options.programs,
         D=layout.hidden,
         BLOCK=columns,
-        U=options.summed if layout.reduce else options.rows,
+        U=options.summed if layout.reduce else options.moved(columns == 2 * MAX_BLOCK),
         REDUCE=layout.reduce,
         num_warps=options.warps or max(4, min(16, columns // 256)),
         **pdl_options(out_MD),

@@ -16,6 +16,7 @@ CASES = [  # the interpreter cuts bfloat16 instead of rounding, so sums are of o
     Case(4, 0, 2, 2, 16, 2, torch.float16, True),
     Case(5, 2, 3, 3, 16, 1, torch.float32, False),
     Case(6, 2, 2, 3, 16, 1, torch.float16, True),
+    Case(2, 9, 10, 2, 7168, 2, torch.bfloat16, False),  # wide rows: smaller tiles
 ]
 
 
