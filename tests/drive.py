@@ -57,6 +57,7 @@ def drive(comm: Comm, config: dict, script: Script, **options) -> Result:
                 result.reasons[output.request_id] = output.finish_reason
     result.report = engine.report()
     result.homes = set(result.reasons)
+    engine.close()
     return result
 
 

@@ -102,11 +102,15 @@ class Told(StepGraphs[str]):
         return len(self.told)
 
 
+def made(events: list) -> SimpleNamespace:
+    return SimpleNamespace(replay=lambda: events.append("replay"), reset=lambda: events.append("freed"))
+
+
 @pytest.fixture
 def told(monkeypatch) -> list:
     """What happens on a device that is not there."""
     events: list = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: events.append("replay")))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made(events))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: nullcontext())
     return events
@@ -121,6 +125,17 @@ def test_a_size_is_eager_then_captured_then_replayed(told):
     assert graphs._run(large) == 4 and graphs._run(small) == 2
     assert told == ["step of 1", "step of 1", "replay", "step of 2", "replay"]
     assert (graphs.replays, graphs.late) == (2, 1)
+
+
+def test_graphs_are_freed_at_the_end(told):
+    """Those that captured collectives hold their communicator: NCCL waits for them before it frees it."""
+    graphs = Told(told)
+    captured, warm = (graphs._keep(size, [], lambda views, size=size: f"step of {size}") for size in (1, 2))
+    for at in (captured, captured, warm):
+        graphs._run(at)
+    told.clear()
+    graphs.close()
+    assert told == ["freed"] and not graphs._captured
 
 
 def test_a_timeline_that_comes_later_captures_once_more(told):

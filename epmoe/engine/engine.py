@@ -143,6 +143,11 @@ class Engine:
         """True on all ranks at once: told to stop, and every request has ended."""
         return self.stopping and self.idle
 
+    def close(self) -> None:
+        """End it, ahead of its communicator: NCCL frees none while graphs live that captured its collectives, but waits
+        for ever."""
+        self.runner.close()
+
     def report(self) -> dict:
         """Counters since the start (see ``launch`` for how they are shown)."""
         graphs, prompts = self.runner.graphs, self.runner.prompts

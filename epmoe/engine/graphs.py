@@ -107,3 +107,10 @@ class StepGraphs(ABC, Generic[Inputs]):
         finally:
             gc.enable()
         at.graph = graph
+
+    def close(self) -> None:
+        """Free the graphs; none may be running."""
+        for at in self._captured.values():
+            if at.graph is not None:
+                at.graph.reset()
+        self._captured.clear()

@@ -53,6 +53,12 @@ class Runner:
             self.graphs = DecodeGraphs(parts)
             self.prompts = PromptGraphs(parts) if prompts_in_graphs(engine) else None
 
+    def close(self) -> None:
+        for graphs in (self.graphs, self.prompts):
+            if graphs is not None:
+                torch.cuda.synchronize(self.cache.device)
+                graphs.close()
+
     def launch(self, chunks: list[Chunk], kind: Kind) -> Launched:
         """Start a step of the kind that all ranks agreed on."""
         drawing = [chunk for chunk in chunks if chunk.samples]

@@ -47,6 +47,7 @@ def run(info: RankInfo, config: EngineConfig, timeout_s: float = 600.0) -> None:
         exchange = engine.runner.decoder.exchange
         watch(comm.at, config.stall_seconds, lambda error: write_error(info, comm, error), exchange.watch_peers)
         serve(engine, info, outputs)
+        engine.close()
         close_comm(comm)
     except BaseException as error:
         write_error(info, comm, cause_of(error, engine))
