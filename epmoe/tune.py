@@ -28,6 +28,7 @@ from epmoe.ops.moe_index import MoEIndex, build_index_triton
 from epmoe.ops.tile_candidates import VECTORS, candidates, candidates_fp8
 from epmoe.ops.tiles import Choice, choose
 from epmoe.ops.tuned import TunedCase
+from placement.errors import UserError
 
 LIMIT = 1e-2  # relative Frobenius distance from the heuristic's result
 FINALISTS = 3
@@ -153,8 +154,7 @@ def tune(problem: Problem, timer: Timer, listener: Listener = Listener()) -> Tun
     listener.step(f"comparing the {len(finalists)} best with the heuristic", FINAL)
     calls = {choice: [partial(whole, problem, choice)] for choice in (heuristic, *finalists)}
     us = timer.compare(calls, 3, _copies(problem))
-    best = min(us, key=us.get)
-    best = best if us[best] < CLEARLY * us[heuristic] else heuristic
+    best = clearly_fastest(us, heuristic)
     return TunedCase(
         device=torch.cuda.get_device_name(),
         experts=shape.experts,
@@ -171,6 +171,17 @@ def tune(problem: Problem, timer: Timer, listener: Listener = Listener()) -> Tun
 
 def _copies(problem: Problem) -> int:
     return 4 if problem.tokens <= 1024 else 2
+
+
+def clearly_fastest(us: dict[Choice, float], heuristic: Choice) -> Choice:
+    """What took the fewest microseconds, or the heuristic's tiles where that wins nothing to speak of."""
+    if min(us.values()) <= 0:
+        raise UserError(
+            "a layer took no longer than the read ahead of it that empties the cache: other work is on this GPU; tune"
+            " where the GPU has nothing else to do"
+        )
+    best = min(us, key=us.get)
+    return best if us[best] < CLEARLY * us[heuristic] else heuristic
 
 
 def _finalists(problem: Problem, heuristic: Choice, timer: Timer, listener: Listener) -> list[Choice]:

@@ -10,6 +10,7 @@ from epmoe.ops.experts import ExpertOptions
 from epmoe.ops.tile_candidates import candidates
 from epmoe.ops.tiles import BLOCKED_64, STREAM, TAIL, Choice
 from epmoe.ops.tuned import Tuned, TunedCase
+from epmoe.tune import clearly_fastest
 from launch import args, tune
 from launch.__main__ import main
 from placement.errors import UserError
@@ -185,6 +186,14 @@ def test_candidates_are_near_the_mean_and_try_tails_where_there_are_any():
         assert {rows for rows, _, _ in candidates(pairs, 100)} <= {rows for rows in BLOCKS if fewest <= rows <= most}
         assert all(tiles.specialised for _, tail, tiles in candidates(pairs, 100) if tail)
     assert {tail for _, tail, tiles in candidates(12800, 100) if tiles.specialised} == {0, TAIL}
+
+
+def test_times_beside_other_work_are_refused():
+    small, large = Choice(16, STREAM, STREAM), Choice(64, BLOCKED_64, BLOCKED_64)
+    assert clearly_fastest({small: 90.0, large: 100.0}, large) == small
+    assert clearly_fastest({small: 99.9, large: 100.0}, large) == large
+    with pytest.raises(UserError, match="other work is on this GPU"):
+        clearly_fastest({small: -3.0, large: 100.0}, large)
 
 
 def test_runs_read_the_users_file_on_a_gpu_only(monkeypatch, tmp_path):
