@@ -36,6 +36,7 @@ from epmoe.ops.norm import add_rms_norm  # noqa: E402
 from epmoe.ops.qkv import HeadNorm, split_qkv  # noqa: E402
 from scripts import attention_peers  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 
 LIMIT = 2e-2
 DTYPE = torch.bfloat16
@@ -261,7 +262,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240, help="stop starting new cases after this long")
     parser.add_argument("--flex", action="store_true", help="flex attention too, which compiles for a while")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     start = time.monotonic()
     left = lambda: args.seconds - (time.monotonic() - start)  # noqa: E731
     kinds, block_sizes = args.only.split(","), [int(size) for size in args.block_size.split(",")]

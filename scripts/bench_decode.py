@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import bench_prefill, decode_peer  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 from scripts.moe_bench_lib import clock_mark, ghz_between  # noqa: E402
 
 WARM = 6  # decode steps ahead of the timed ones: compile, capture, settle
@@ -201,7 +202,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", action="store_true", help="the cases of bench_prefill.py too, afterwards")
     parser.add_argument("--peer", action="store_true", help="transformers too, afterwards")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 if __name__ == "__main__":

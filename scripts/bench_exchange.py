@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from exchange_bench_lib import Case, Times, check_against, link_limit, measure, open_for, slowest
+from gpu_arguments import parse
 from rank_group import label, on_ranks
 
 from epmoe.comm import Comm
@@ -50,11 +51,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--calibrate", metavar="FILE", help="write the fitted costs there")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.ranks < 1:
         parser.error(f"--ranks is {args.ranks}; it must be at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; use cpu, or a CUDA build of torch")
     try:
         require_writable(args.json, args.calibrate)
     except UserError as error:

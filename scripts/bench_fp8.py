@@ -37,6 +37,7 @@ from epmoe.ops.router import route_triton  # noqa: E402
 from epmoe.ops.tiles import choose  # noqa: E402
 from epmoe.tune import Shape, random_weights  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 # Relative Frobenius errors.  Against the twin: the tensor cores keep some 14 bits of a sum of 8-bit products, and where
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument("--routing", default="uniform", help="uniform,zipf")
     parser.add_argument("--seconds", type=float, default=60, help="stop starting new cases after this long")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     start, timer, cases = time.monotonic(), Timer(), []
     report = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     report |= {"triton": triton.__version__, "device": torch.cuda.get_device_name(), "cases": cases}

@@ -29,6 +29,7 @@ from epmoe.layout import empty_weights  # noqa: E402
 from epmoe.model_config import ModelConfig  # noqa: E402
 from epmoe.reading import PART_BYTES, READERS  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 
 LAYER_GB = 1.25
 
@@ -124,7 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", help="on the disk to be measured; default: the temporary folder's")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from epmoe.ops.tile_candidates import CANDIDATES, VECTORS  # noqa: E402
 from epmoe.ops.tiles import Choice, choose  # noqa: E402
 from scripts import moe_bench_lib as lib  # noqa: E402
 from scripts import moe_bench_published as published  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 from scripts.moe_bench_checks import LIMIT, check_cases, check_invariance, compile_all  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
@@ -186,7 +187,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--untuned", action="store_true", help="the heuristic's tiles only")
     parser.add_argument("--seconds", type=float, default=240, help="stop starting new cases after this long")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 def run_shape(timer, shape, tokens, report, left, untuned) -> None:

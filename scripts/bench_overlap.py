@@ -36,6 +36,7 @@ from epmoe.moe.timeline import Timeline  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
 from launch.timeline import spans_by_rank, summary, write_timeline  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 from scripts.least_makespan import best_makespan  # noqa: E402
 
 NOTE = (
@@ -297,7 +298,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", default="100,100", help="warm-up and timed milliseconds of each measurement")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     report = {"note": NOTE.format(ctas=args.ctas), "device": torch.cuda.get_device_name(), "cases": [], "auto": []}
     report |= {"torch": torch.__version__, "triton": triton.__version__, "date": time.strftime("%Y-%m-%d")}
     print(report["note"])

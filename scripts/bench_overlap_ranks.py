@@ -35,6 +35,7 @@ from epmoe.moe.overlap import free_sms, open_travel, run_lanes  # noqa: E402
 from epmoe.moe.timeline import Timeline, hidden_of  # noqa: E402
 from epmoe.ops.blas import blas_sms  # noqa: E402
 from scripts import overlap_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 from scripts.rank_group import label, on_ranks  # noqa: E402
 
 
@@ -236,7 +237,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    args = parse(parser)
     on_ranks(args.ranks, args.device, run_rank, vars(args))
     return 0
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_arguments import parse
 
 from epmoe.comm import Comm, open_buffers, open_comm
 from epmoe.moe.by_size import wire_bytes as exchange_bytes
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=16, help="of each rank, all ranks together")
     parser.add_argument("--alone", type=int, default=24, help="of a rank alone")
     parser.add_argument("--sweep", type=int, nargs="+", default=[16, 24], help="programs between real ranks")
-    args = parser.parse_args()
+    args = parse(parser)
     if not args.gpus:
         bench_virtual(args)
         return

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from epmoe.checkpoint import Loader  # noqa: E402
 from epmoe.engine.engine import Engine  # noqa: E402
 from scripts import model_bench_lib as lib  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 from scripts.moe_bench_lib import clock_mark, ghz_between  # noqa: E402
 
 CASES = "16x1024:16384,1x16384:4096"
@@ -127,7 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="without the breakdown by kernels")
     parser.add_argument("--layers", type=int, help="fewer layers, for a rehearsal")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Without the caching allocator every tensor is an allocation of its own, so that 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import attention_cases as cases  # noqa: E402
+
+from scripts.gpu_arguments import parse  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -41,5 +44,9 @@ def products() -> None:
 
 
 if __name__ == "__main__":
-    {"grouped": grouped, "latent": latent, "products": products}[sys.argv[1]]()
-    print(sys.argv[1], "checked", flush=True)
+    checks = {"grouped": grouped, "latent": latent, "products": products}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=checks)
+    chosen = parse(parser).check
+    checks[chosen]()
+    print(chosen, "checked", flush=True)

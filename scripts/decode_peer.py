@@ -9,6 +9,7 @@ interleaved in those, which transformers does not undo: it computes other values
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from epmoe.model.weights import LayerWeights, ModelWeights  # noqa: E402
 from epmoe.model_config import ModelConfig  # noqa: E402
+from scripts.gpu_arguments import parse  # noqa: E402
 
 CASES = ((1, (4, 20)), (256, (4, 16)))  # requests, new tokens of the shorter and of the longer run
 PROMPT = 16  # tokens
@@ -125,6 +127,7 @@ def _seconds(run: Callable[[int], None], tokens: int) -> float:
 def main() -> int:
     from scripts import model_bench_lib as lib
 
+    parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     folder = lib.shape_folder()
     config = ModelConfig.from_folder(folder)
     everything = [range(config.num_experts)] * len(config.moe_layers)
