@@ -54,7 +54,9 @@ from report_warm import Warmers, warm_up  # noqa: E402
 
 from epmoe.comm import Comm  # noqa: E402
 from epmoe.model_config import ModelConfig  # noqa: E402
+from placement.cli.console import require_writable  # noqa: E402
 from placement.cost import Calibration  # noqa: E402
+from placement.errors import UserError  # noqa: E402
 from placement.methods import find  # noqa: E402
 from placement.plan import Plan  # noqa: E402
 from placement.solution import make_problem  # noqa: E402
@@ -195,6 +197,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"--ranks {args.ranks}: several ranks are what this is about; give 2 or more")
+    try:
+        require_writable(args.json, args.markdown, args.topology)
+    except UserError as error:
+        parser.error(str(error))
     args.gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     return args
 

@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
-"""A picture of multi_gpu_report.py's JSON: exchanges over tokens, and a whole model under its placements.
-
-python scripts/report_plot.py multi_gpu.json docs/results/multi_gpu.png
-"""
+"""A picture of multi_gpu_report.py's JSON: exchanges over tokens, and a whole model under its placements."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,8 +17,11 @@ COLOUR = {"p2p": "#1b6ca8", "padded": "#d1495b", "alltoall": "#8d8d8d", "oneshot
 
 
 def main() -> int:
-    source, target = map(Path, sys.argv[1:3])
-    report = json.loads(source.read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, help="as multi_gpu_report.py writes it")
+    parser.add_argument("picture", type=Path, help="docs/results/multi_gpu.png, say")
+    args = parser.parse_args()
+    report = json.loads(args.json.read_text(encoding="utf-8"))
     found = {name: part.get("found") for name, part in report["parts"].items()}
     panels = [(draw, found[name]) for name, draw in (("exchanges", exchanges), ("model", model)) if found.get(name)]
     figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.4), squeeze=False)
@@ -29,7 +30,7 @@ def main() -> int:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(report["where"], fontsize=11)
     figure.tight_layout()
-    figure.savefig(target, dpi=110)
+    figure.savefig(args.picture, dpi=110)
     return 0
 
 
