@@ -72,6 +72,7 @@ def checked(comm: Comm, chosen: dict, requests: list[dict], want: dict) -> dict:
         engine = open_engine(comm, settings() | chosen)
         together = serve(engine, requests)
         one = serve(engine, requests[2:3])
+        engine.close()
     except UserError as error:
         return {"holds": None, "why": str(error)}
     except (RuntimeError, AssertionError):

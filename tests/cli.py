@@ -120,3 +120,11 @@ def _dead(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def one_line(capsys) -> str:
+    """What the command said of the user's mistake: a line, and nothing else."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1 and err.startswith("epmoe: error: "), err
+    return err
